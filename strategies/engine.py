@@ -1,0 +1,167 @@
+"""One round of any rule: replies in, new model and report out. Knows nothing of Flower; both of its APIs use it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from numpy.typing import NDArray
+
+from .replies import BUFFER_PATTERNS, Arrays, Model, Reply, refuse_secure_aggregation, screen, to_updates
+from .reports import EvaluationReport, RoundReport
+from .rules import Rule, State
+from .rules.validation import check_choice, check_range
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a strategy of this package takes besides its rule's hyper-parameters and Flower's own keywords.
+
+    Parameters
+    ----------
+    seed : int
+        Seed of the cohorts, >= 0.
+    client_ids : {"node", "ask"}
+        "node": a client is a node, known by Flower's node id (random per run in simulation). "ask": nodes are asked
+        once which clients they serve (see ``protocol.py``); cohorts are then the same in every run and engine.
+    code_hash : str or None
+        With "ask": refuse nodes that run other code than this.
+    wait_timeout : float
+        Seconds to wait for enough nodes, and for their answers.
+    local_learning_rate : float or callable (round) -> float
+        The clients' local learning rate, sent to them as ``local-learning-rate`` with "ask". It matters to rules only
+        when it changes over rounds or differs from the server's.
+    norm_screen : float
+        Refuse updates longer than this many times the cohort's median length; 0: never.
+    buffer_patterns : tuple of str
+        Shell patterns of array names that are statistics, averaged rather than directed.
+    evaluate_every : int
+        Rounds between federated evaluations; the last round always is evaluated if `num_rounds` is known.
+    num_rounds : int or None
+        Rounds of the run; the Message API sets it by itself.
+    on_round, on_evaluation : callable or None
+        Called with every `RoundReport` and `EvaluationReport`.
+    """
+
+    seed: int = 0
+    client_ids: str = "node"
+    code_hash: str | None = None
+    wait_timeout: float = 300.0
+    local_learning_rate: float | Callable[[int], float] = 1.0
+    norm_screen: float = 1000.0
+    buffer_patterns: tuple[str, ...] = BUFFER_PATTERNS
+    evaluate_every: int = 1
+    num_rounds: int | None = None
+    on_round: Callable[[RoundReport], None] | None = None
+    on_evaluation: Callable[[EvaluationReport], None] | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("client_ids", self.client_ids, ("node", "ask"))
+        check_range("wait_timeout", self.wait_timeout, 0.0, float("inf"))
+        check_range("norm_screen", self.norm_screen, 0.0, float("inf"))
+        check_range("evaluate_every", self.evaluate_every, 1, float("inf"))
+        check_range("seed", self.seed, 0, float("inf"))
+
+    def learning_rate(self, server_round: int) -> float:
+        """The local learning rate of a round."""
+        rate = self.local_learning_rate
+        return float(rate(server_round) if callable(rate) else rate)
+
+    def evaluates(self, server_round: int) -> bool:
+        """Whether a round ends with a federated evaluation."""
+        return server_round % self.evaluate_every == 0 or server_round == self.num_rounds
+
+
+class Engine:
+    """Rule, memory and options of one run.
+
+    Parameters
+    ----------
+    rule : Rule
+        The aggregation rule.
+    options : Options
+        See there.
+
+    Attributes
+    ----------
+    state : dict
+        The rule's memory between rounds.
+    """
+
+    def __init__(self, rule: Rule, options: Options) -> None:
+        self.rule = rule
+        self.options = options
+        self.state: State = {}
+        self._seen_updates = False
+
+    def model(self, arrays: Arrays) -> Model:
+        """The global model that is about to be sent."""
+        return Model(arrays, self.options.buffer_patterns)
+
+    def aggregate(
+        self, server_round: int, model: Model, replies: Iterable[Reply], cohort: Sequence[str], waited: float
+    ) -> tuple[dict[str, NDArray[Any]] | None, RoundReport]:
+        """Finish a round of training.
+
+        Parameters
+        ----------
+        server_round : int
+            The round, counted from 1.
+        model : Model
+            What the clients were sent.
+        replies : iterable of Reply
+            What came back.
+        cohort : sequence of str
+            Who was asked.
+        waited : float
+            Seconds spent waiting for replies.
+
+        Returns
+        -------
+        tuple of (dict of str to ndarray or None, RoundReport)
+            The next global model, None if no update was usable, and the account of the round.
+
+        Raises
+        ------
+        SecureAggregationError
+            If the first updates are not individual ones.
+        """
+        start = time.perf_counter()
+        accepted, rejections = screen(model, replies, cohort, self.options.norm_screen)
+        arrays, diagnostics = None, {}
+        if accepted:
+            if self.rule.individual_updates and not self._seen_updates:
+                refuse_secure_aggregation(accepted)
+                self._seen_updates = True
+            updates = to_updates(accepted, server_round, self.options.learning_rate(server_round))
+            aggregate, self.state = self.rule.aggregate(updates, self.state)
+            arrays = model.moved(aggregate, accepted, updates.weights)
+            diagnostics = aggregate.diagnostics
+        report = RoundReport(
+            server_round,
+            tuple(cohort),
+            tuple(reply.client_id for reply in accepted),
+            tuple(rejections),
+            arrays is None,
+            diagnostics,
+            {reply.client_id: reply.metrics for reply in accepted},
+            {"clients": waited, "aggregation": time.perf_counter() - start},
+        )
+        if self.options.on_round is not None:
+            self.options.on_round(report)
+        return arrays, report
+
+
+def round_metrics(report: RoundReport, weights: dict[str, float]) -> dict[str, float]:
+    """A round in numbers: means of the clients' metrics, then how many counted, then the rule's own numbers."""
+    shared = set.intersection(*(set(m) for m in report.train_metrics.values())) if report.train_metrics else set()
+    total = sum(weights[c] for c in report.train_metrics)
+    result = {key: sum(weights[c] * m[key] for c, m in report.train_metrics.items()) / total for key in sorted(shared)}
+    result["clients-accepted"] = float(len(report.accepted))
+    result["clients-rejected"] = float(len(report.rejections))
+    for key, value in report.diagnostics.items():
+        if isinstance(value, int | float):
+            result[key] = float(value)
+    return result

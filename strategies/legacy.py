@@ -1,0 +1,290 @@
+"""The same strategies for Flower's older API (``flwr.server``): every rule as a class with ``aggregate_fit``.
+
+``from fedpcd.legacy import FedPCD`` where a project uses ``flwr.server.strategy``. That API knows arrays by position
+only: array names, which tell parameters from statistics, are given as `parameter_names` (a model's ``state_dict``
+keys); without it the names are "0", "1", ..., and `buffer_patterns` refers to these.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from logging import INFO
+from typing import Any, ClassVar
+
+from flwr.common import (
+    Code,
+    DisconnectRes,
+    EvaluateIns,
+    EvaluateRes,
+    FitIns,
+    FitRes,
+    GetParametersIns,
+    GetParametersRes,
+    GetPropertiesIns,
+    GetPropertiesRes,
+    Parameters,
+    ReconnectIns,
+    Scalar,
+    ndarrays_to_parameters,
+    parameters_to_ndarrays,
+)
+from flwr.common.logger import log
+from flwr.server.client_manager import ClientManager
+from flwr.server.client_proxy import ClientProxy
+from flwr.server.strategy import FedAvg as FlowerFedAvg
+
+from . import cohort
+from .engine import Engine, round_metrics
+from .keywords import split, subclass
+from .message import evaluation_report, last_line, log_rejections, weighted_means
+from .protocol import CLIENT_ID, LOCAL_LEARNING_RATE, NUM_EXAMPLES, OWN, SERVER_ROUND
+from .replies import Arrays, Model, Reply
+from .roster import Answer, Roster, RosterError
+from .rules import RULES, Rule
+from .wrapping import refuse_privacy_wrapper
+
+_POLL_SECONDS = 0.5
+
+
+class LegacyStrategy(FlowerFedAvg):
+    """Base of all older-API strategies: cohorts, reply checks, reports; subclasses name a rule."""
+
+    rule_class: ClassVar[type[Rule]]
+
+    def __init__(self, *, parameter_names: Sequence[str] | None = None, **keywords: Any) -> None:
+        rule, options, flower = split(type(self).__name__, self.rule_class, FlowerFedAvg, keywords)
+        super().__init__(**flower)
+        self.engine = Engine(rule, options)
+        self.parameter_names = None if parameter_names is None else tuple(parameter_names)
+        self._roster = Roster()
+        self._model: Model | None = None
+        self._asked: dict[str, _Client] = {}
+        self._sent_at = 0.0
+
+    @property
+    def rule(self) -> Rule:
+        """The aggregation rule with its hyper-parameters."""
+        return self.engine.rule
+
+    def configure_fit(
+        self, server_round: int, parameters: Parameters, client_manager: ClientManager
+    ) -> list[tuple[ClientProxy, FitIns]]:
+        """Draw the cohort and address one instruction to each of its clients."""
+        if self.rule.individual_updates:
+            refuse_privacy_wrapper()
+        self._model = self.engine.model(self._named(parameters))
+        proxies = self._proxies(client_manager)
+        clients = self._roster.client_ids
+        size = cohort.size(self.fraction_fit, self.min_fit_clients, len(clients))
+        chosen = cohort.draw(clients, size, self.engine.options.seed, server_round)
+        config = self.on_fit_config_fn(server_round) if self.on_fit_config_fn is not None else {}
+        self._sent_at = time.perf_counter()
+        self._asked = self._address(chosen, proxies)
+        return [
+            (client, FitIns(parameters, self._config(config, client, server_round))) for client in self._asked.values()
+        ]
+
+    def aggregate_fit(
+        self,
+        server_round: int,
+        results: list[tuple[ClientProxy, FitRes]],
+        failures: list[tuple[ClientProxy, FitRes] | BaseException],
+    ) -> tuple[Parameters | None, dict[str, Scalar]]:
+        """Check the results and apply the rule; None leaves the model as it is."""
+        if self._model is None or (failures and not self.accept_failures):
+            return None, {}
+        waited = time.perf_counter() - self._sent_at
+        answers = [self._reply(_name(proxy), result) for proxy, result in results]
+        answers += self._failed()
+        arrays, report = self.engine.aggregate(server_round, self._model, answers, tuple(self._asked), waited)
+        log_rejections("aggregate_fit", len(report.accepted), report.rejections)
+        counts = {_name(proxy): float(result.num_examples) for proxy, result in results}
+        metrics: dict[str, Scalar] = dict(round_metrics(report, counts))
+        if self.fit_metrics_aggregation_fn is not None:
+            usable = [(r.num_examples, r.metrics) for p, r in results if _name(p) in report.train_metrics]
+            metrics.update(self.fit_metrics_aggregation_fn(usable))
+        return (None if arrays is None else ndarrays_to_parameters(list(arrays.values()))), metrics
+
+    def configure_evaluate(
+        self, server_round: int, parameters: Parameters, client_manager: ClientManager
+    ) -> list[tuple[ClientProxy, EvaluateIns]]:
+        """Address one instruction to each client that shall evaluate the model; none between evaluations."""
+        self._asked = {}
+        if self.fraction_evaluate == 0.0 or not self.engine.options.evaluates(server_round):
+            return []
+        proxies = self._proxies(client_manager)
+        clients = self._roster.client_ids
+        size = cohort.size(self.fraction_evaluate, self.min_evaluate_clients, len(clients))
+        chosen = cohort.draw(clients, size, self.engine.options.seed, server_round)
+        config = self.on_evaluate_config_fn(server_round) if self.on_evaluate_config_fn is not None else {}
+        self._asked = self._address(chosen, proxies)
+        return [
+            (client, EvaluateIns(parameters, self._config(config, client, server_round)))
+            for client in self._asked.values()
+        ]
+
+    def aggregate_evaluate(
+        self,
+        server_round: int,
+        results: list[tuple[ClientProxy, EvaluateRes]],
+        failures: list[tuple[ClientProxy, EvaluateRes] | BaseException],
+    ) -> tuple[float | None, dict[str, Scalar]]:
+        """Collect every client's own metrics; the result is their mean, weighted by examples."""
+        if not self._asked or (failures and not self.accept_failures):
+            return None, {}
+        answers = [
+            Reply(
+                _name(proxy),
+                metrics={**result.metrics, "loss": float(result.loss), NUM_EXAMPLES: result.num_examples},
+                error=_status_error(result),
+            )
+            for proxy, result in results
+        ]
+        report = evaluation_report(server_round, answers + self._failed(), tuple(self._asked), NUM_EXAMPLES)
+        log_rejections("aggregate_evaluate", len(report.metrics), report.rejections)
+        if self.engine.options.on_evaluation is not None:
+            self.engine.options.on_evaluation(report)
+        if not report.metrics:
+            return None, {}
+        means = weighted_means(report.metrics, NUM_EXAMPLES)
+        metrics: dict[str, Scalar] = dict(means)
+        if self.evaluate_metrics_aggregation_fn is not None:
+            usable = [(r.num_examples, r.metrics) for p, r in results if _name(p) in report.metrics]
+            metrics = self.evaluate_metrics_aggregation_fn(usable)
+        return means.get("loss"), metrics
+
+    def _named(self, parameters: Parameters) -> Arrays:
+        arrays = parameters_to_ndarrays(parameters)
+        names = self.parameter_names or tuple(str(i) for i in range(len(arrays)))
+        if len(names) != len(arrays):
+            raise ValueError(f"parameter_names has {len(names)} names, the model {len(arrays)} arrays")
+        return dict(zip(names, arrays, strict=True))
+
+    def _proxies(self, client_manager: ClientManager) -> dict[int, ClientProxy]:
+        """Wait for the nodes, learn which clients they serve, and return their proxies by node id."""
+        deadline = time.monotonic() + self.engine.options.wait_timeout
+        needed = max(1, self.min_available_clients)
+        while True:
+            # num_available() makes Flower's manager look at the nodes now; all() alone lags behind.
+            client_manager.num_available()
+            proxies = {_node(proxy): proxy for proxy in client_manager.all().values()}
+            for node in sorted(self._roster.update(proxies)):
+                self._ask(node, proxies[node])
+            self._roster.check_code(self.engine.options.code_hash)
+            missing = self._roster.missing(needed)
+            if missing is None:
+                return proxies
+            if time.monotonic() >= deadline:
+                waited = self.engine.options.wait_timeout
+                raise RosterError(f"after waiting for {waited:g} s (wait_timeout) {missing}")
+            time.sleep(_POLL_SECONDS)
+
+    def _ask(self, node: int, proxy: ClientProxy) -> None:
+        options = self.engine.options
+        if options.client_ids == "node":
+            self._roster.answers[node] = Answer((proxy.cid,), OWN, 0, options.code_hash)
+            return
+        try:
+            answer = proxy.get_properties(GetPropertiesIns({}), timeout=max(1.0, options.wait_timeout), group_id=0)
+            self._roster.answers[node] = Answer.parse(answer.properties)
+        except Exception as error:  # Whatever a node answers, it only counts as missing.
+            self._roster.silent[node] = last_line(str(error))
+            log(INFO, "node %s does not say which clients it serves: %s", node, self._roster.silent[node])
+
+    def _address(self, chosen: tuple[str, ...], proxies: dict[int, ClientProxy]) -> dict[str, _Client]:
+        node_of = self._roster.node_of
+        return {client: _Client(client, proxies[node_of[client]]) for client in chosen}
+
+    def _config(self, config: dict[str, Scalar], client: _Client, server_round: int) -> dict[str, Scalar]:
+        own: dict[str, Scalar] = {**config, SERVER_ROUND: server_round}
+        if self.engine.options.client_ids == "ask":
+            own[CLIENT_ID] = client.cid
+            own[LOCAL_LEARNING_RATE] = self.engine.options.learning_rate(server_round)
+        return own
+
+    def _reply(self, client: str, result: FitRes) -> Reply:
+        error = _status_error(result)
+        if error is not None or self._model is None:
+            return Reply(client, error=error)
+        try:
+            arrays = parameters_to_ndarrays(result.parameters)
+        except Exception as fault:  # Bytes from outside: any fault is the sender's.
+            return Reply(client, error=f"its arrays cannot be read: {fault}")
+        names = list(self._model.arrays)
+        if len(arrays) != len(names):
+            # Names beyond the model's make the count itself the reason for the rejection.
+            names = [*names, *(f"array {i}" for i in range(len(names), len(arrays)))][: len(arrays)]
+        return Reply(client, dict(zip(names, arrays, strict=True)), result.num_examples, result.metrics)
+
+    def _failed(self) -> list[Reply]:
+        return [Reply(c, error=client.failure) for c, client in self._asked.items() if client.failure is not None]
+
+
+class _Client(ClientProxy):
+    """One logical client on a node; remembers why it failed, which Flower's failures do not tell."""
+
+    def __init__(self, client_id: str, proxy: ClientProxy) -> None:
+        super().__init__(client_id)
+        self.proxy = proxy
+        self.node_id = _node(proxy)
+        self.failure: str | None = None
+
+    def fit(self, ins: FitIns, timeout: float | None, group_id: int | None) -> FitRes:
+        """Train on the node."""
+        try:
+            return self.proxy.fit(ins, timeout, group_id)
+        except Exception as error:
+            self.failure = last_line(str(error))
+            raise
+
+    def evaluate(self, ins: EvaluateIns, timeout: float | None, group_id: int | None) -> EvaluateRes:
+        """Evaluate on the node."""
+        try:
+            return self.proxy.evaluate(ins, timeout, group_id)
+        except Exception as error:
+            self.failure = last_line(str(error))
+            raise
+
+    def get_properties(self, ins: GetPropertiesIns, timeout: float | None, group_id: int | None) -> GetPropertiesRes:
+        """Ask the node."""
+        return self.proxy.get_properties(ins, timeout, group_id)
+
+    def get_parameters(self, ins: GetParametersIns, timeout: float | None, group_id: int | None) -> GetParametersRes:
+        """Ask the node."""
+        return self.proxy.get_parameters(ins, timeout, group_id)
+
+    def reconnect(self, ins: ReconnectIns, timeout: float | None, group_id: int | None) -> DisconnectRes:
+        """Pass on to the node."""
+        return self.proxy.reconnect(ins, timeout, group_id)
+
+
+def _name(proxy: ClientProxy) -> str:
+    return str(proxy.cid)
+
+
+def _node(proxy: ClientProxy) -> int:
+    return int(getattr(proxy, "node_id", None) or int(proxy.cid))
+
+
+def _status_error(result: FitRes | EvaluateRes) -> str | None:
+    if result.status.code == Code.OK:
+        return None
+    return result.status.message or f"status {result.status.code.name}"
+
+
+METHODS: dict[str, type[LegacyStrategy]] = {
+    name: subclass(LegacyStrategy, rule, FlowerFedAvg) for name, rule in RULES.items()
+}
+"""Every strategy by its name in run-config; each is also an attribute of this module, e.g. ``FedPCD``."""
+
+_CLASSES = {strategy.__name__: strategy for strategy in METHODS.values()}
+
+__all__ = ["METHODS", "LegacyStrategy", *_CLASSES]
+
+
+def __getattr__(name: str) -> type[LegacyStrategy]:
+    try:
+        return _CLASSES[name]
+    except KeyError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None

@@ -1,0 +1,47 @@
+"""The words that server and clients exchange: record names, config keys and metric keys.
+
+A ClientApp that answers with these names works with every strategy of this package. ``client-id`` names one
+*logical* client: in simulation one node may serve several, in a deployment a node serves exactly one.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+ARRAYS: Final = "arrays"
+"""ArrayRecord: the model, in both directions."""
+CONFIG: Final = "config"
+"""ConfigRecord from server to client."""
+METRICS: Final = "metrics"
+"""MetricRecord from client to server."""
+ROSTER: Final = "roster"
+"""ConfigRecord in the answer to a QUERY: which clients the node serves (`CLIENT_IDS`, `HOSTING`, `CODE_HASH`)."""
+
+CLIENT_ID: Final = "client-id"
+"""Config key (str): the client that a message is meant for."""
+SERVER_ROUND: Final = "server-round"
+"""Config key (int): the round, counted from 1."""
+LOCAL_LEARNING_RATE: Final = "local-learning-rate"
+"""Config key (float): the local learning rate of this round."""
+
+CLIENT_IDS: Final = "client-ids"
+"""Roster key (list of str): the clients that the node serves."""
+HOSTING: Final = "hosting"
+"""Roster key (str): `LOGICAL` or `OWN`."""
+LOGICAL: Final = "logical"
+"""The node is a simulated one and serves its share of the run's clients."""
+OWN: Final = "own"
+"""The node is one client with its own data."""
+NUM_PARTITIONS: Final = "num-partitions"
+"""Roster key (int): how many simulated nodes share the run's clients; 0 in a deployment."""
+CODE_HASH: Final = "code-hash"
+"""Roster key (str): hash of the app's source as the node imported it."""
+
+NUM_EXAMPLES: Final = "num-examples"
+"""Metric key (int): examples that the client trained or evaluated on."""
+TRAIN_LOSS: Final = "train-loss"
+"""Metric key (float): mean loss over the client's local training."""
+ACCURACY: Final = "accuracy"
+"""Metric key (float in [0, 1]): accuracy on the client's own test examples."""
+LOSS: Final = "loss"
+"""Metric key (float): mean loss on the client's own test examples."""

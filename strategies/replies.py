@@ -1,0 +1,309 @@
+"""From client replies to validated updates, and from a rule's step to the new model. Knows nothing of Flower.
+
+The server trusts no reply: names, shapes, kinds of dtype, finiteness, example counts, duplicates and lengths are
+checked, and a reply that fails costs its sender the round, never the run.
+
+Arrays fall into three groups. *Parameters* (floating, not a buffer) make up the rows that rules see. *Averaged
+buffers* (floating statistics such as BatchNorm's running mean and variance) belong to no direction and are averaged
+with FedAvg's weights. *Counters* (integers and booleans) take the largest value. All keep their dtype and shape.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .reports import Rejection
+from .rules import Aggregate, Updates, client_order
+from .rules.gram import norm
+from .rules.updates import Floats, Row
+
+Arrays = Mapping[str, NDArray[Any]]
+
+BUFFER_PATTERNS = ("*running_mean", "*running_var", "*num_batches_tracked")
+"""Names (shell patterns) of arrays that are statistics rather than parameters: PyTorch's BatchNorm buffers."""
+_VARIANCE_PATTERN = "*running_var"
+_MOST_EXAMPLES = 2**53
+"""Beyond it counts are no longer exact in float64, and their sum may overflow."""
+
+
+class SecureAggregationError(RuntimeError):
+    """All clients sent the same update: individual updates are hidden, and no rule of this package can work."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A client's answer, unchecked.
+
+    Parameters
+    ----------
+    client_id : str
+        Who was asked.
+    arrays : mapping of str to ndarray, or None
+        The trained model.
+    num_examples : object
+        What the client claims; should be a number > 0.
+    metrics : mapping
+        Other numbers it measured.
+    error : str or None
+        The error's text, if the client reported one.
+    """
+
+    client_id: str
+    arrays: Arrays | None = None
+    num_examples: object = None
+    metrics: Mapping[str, object] = field(default_factory=dict)
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """A reply that passed, as a row of displacements."""
+
+    client_id: str
+    row: Row
+    num_examples: float
+    buffers: Arrays
+    metrics: dict[str, float]
+
+
+class Model:
+    """The global model of one round: which arrays are parameters, and how they lie in a row.
+
+    Parameters
+    ----------
+    arrays : mapping of str to ndarray
+        The global model, in the order in which it is sent.
+    buffer_patterns : sequence of str
+        Shell patterns of names that are statistics.
+
+    Raises
+    ------
+    ValueError
+        If there is no parameter, or an array is neither floating, integer nor boolean, or not finite.
+    """
+
+    def __init__(self, arrays: Arrays, buffer_patterns: Sequence[str] = BUFFER_PATTERNS) -> None:
+        self.arrays = dict(arrays)
+        for name, array in self.arrays.items():
+            if array.dtype.kind not in "fiub":
+                raise ValueError(f"array {name!r} has dtype {array.dtype}; only floats, integers and booleans work")
+            if array.dtype.kind == "f" and not np.isfinite(array).all():
+                raise ValueError(f"array {name!r} of the global model is not finite")
+        floating = [name for name, array in self.arrays.items() if array.dtype.kind == "f"]
+        self.averaged = [n for n in floating if any(fnmatchcase(n, p) for p in buffer_patterns)]
+        self.parameters = [n for n in floating if n not in set(self.averaged)]
+        self.counters = [n for n in self.arrays if self.arrays[n].dtype.kind != "f"]
+        if not any(self.arrays[n].size for n in self.parameters):
+            raise ValueError("the model has no trainable floating-point parameter")
+        ends = np.cumsum([0, *(self.arrays[n].size for n in self.parameters)]).tolist()
+        self.spans = {n: slice(ends[i], ends[i + 1]) for i, n in enumerate(self.parameters)}
+        self.size: int = ends[-1]
+        # float16 is widened for arithmetic; float64 models keep their precision.
+        self.row_dtype = np.result_type(np.float32, *(self.arrays[n].dtype for n in self.parameters))
+
+    def problem(self, arrays: Arrays) -> str | None:
+        """Why arrays cannot be a client's version of this model, or None if they can."""
+        missing, extra = self.arrays.keys() - arrays.keys(), arrays.keys() - self.arrays.keys()
+        if missing or extra:
+            return f"array names differ: missing {_some(missing)}, unexpected {_some(extra)}"
+        for name, own in self.arrays.items():
+            theirs = arrays[name]
+            if theirs.shape != own.shape:
+                return f"array {name!r} has shape {theirs.shape}, expected {own.shape}"
+            if _kind(theirs) != _kind(own):
+                return f"array {name!r} has dtype {theirs.dtype}, expected a {own.dtype}-like one"
+            if theirs.dtype.kind == "f" and not np.isfinite(theirs).all():
+                return f"array {name!r} holds NaN or infinity"
+            if name in self.averaged and fnmatchcase(name, _VARIANCE_PATTERN) and (theirs < 0).any():
+                return f"array {name!r} holds a negative variance"
+        return None
+
+    def displacement(self, arrays: Arrays) -> Row:
+        """``theta_t - theta_i`` as one row, shape (size,)."""
+        row = np.empty(self.size, dtype=self.row_dtype)
+        with np.errstate(over="ignore"):
+            for name, span in self.spans.items():
+                own, theirs = self.arrays[name], arrays[name]
+                np.subtract(own, theirs, out=row[span].reshape(own.shape), dtype=self.row_dtype, casting="same_kind")
+        return row
+
+    def moved(self, aggregate: Aggregate, accepted: Sequence[Accepted], weights: Floats) -> dict[str, NDArray[Any]]:
+        """The next global model: parameters minus the step, statistics averaged, counters at their largest.
+
+        Raises
+        ------
+        FloatingPointError
+            If a parameter would leave the range of its dtype.
+        """
+        result = dict(self.arrays)
+        for name, span in self.spans.items():
+            own = self.arrays[name]
+            with np.errstate(over="ignore"):
+                # A 0-dim array decays to a scalar in arithmetic; asarray brings it back.
+                moved = np.asarray(own.astype(np.float64) - aggregate.step[span].reshape(own.shape))
+                result[name] = moved.astype(own.dtype)
+            if not np.isfinite(result[name]).all():
+                raise FloatingPointError(f"the step would make {name!r} infinite in {own.dtype}")
+        for name in self.averaged:
+            stack = np.stack([reply.buffers[name].astype(np.float64) for reply in accepted])
+            result[name] = np.asarray(np.tensordot(weights, stack, axes=1)).astype(self.arrays[name].dtype)
+        for name in self.counters:
+            values = [reply.buffers[name].astype(self.arrays[name].dtype) for reply in accepted]
+            result[name] = np.asarray(np.max(np.stack(values), axis=0), dtype=self.arrays[name].dtype)
+        return result
+
+
+def screen(
+    model: Model, replies: Iterable[Reply], cohort: Sequence[str], norm_screen: float
+) -> tuple[list[Accepted], list[Rejection]]:
+    """Sort replies into usable updates, in stable order of clients, and rejections.
+
+    Parameters
+    ----------
+    model : Model
+        What was sent.
+    replies : iterable of Reply
+        What came back, in any order.
+    cohort : sequence of str
+        Who was asked.
+    norm_screen : float
+        An update longer than this many times the cohort's (lower) median of non-zero lengths is refused; 0 accepts
+        any length.
+
+    Returns
+    -------
+    tuple of (list of Accepted, list of Rejection)
+        Every client of the cohort appears exactly once, in one of the two; so does every stranger.
+    """
+    accepted: dict[str, Accepted] = {}
+    rejections: dict[str, Rejection] = {}
+    expected = set(cohort)
+    for reply in replies:
+        client_id = reply.client_id
+        if client_id in accepted or client_id in rejections:
+            accepted.pop(client_id, None)
+            rejections[client_id] = Rejection(client_id, "invalid", "answered more than once; no answer counts")
+        elif client_id not in expected:
+            rejections[client_id] = Rejection(client_id, "invalid", "was not asked to take part in this round")
+        else:
+            outcome = _check(model, reply)
+            if isinstance(outcome, Accepted):
+                accepted[client_id] = outcome
+            else:
+                rejections[client_id] = outcome
+    for client_id in expected - accepted.keys() - rejections.keys():
+        rejections[client_id] = Rejection(client_id, "silent", "did not answer before the round's deadline")
+    for client_id, reason in _too_long(accepted, norm_screen):
+        del accepted[client_id]
+        rejections[client_id] = Rejection(client_id, "invalid", reason)
+    return (
+        [accepted[c] for c in sorted(accepted, key=client_order)],
+        [rejections[c] for c in sorted(rejections, key=client_order)],
+    )
+
+
+def to_updates(accepted: Sequence[Accepted], server_round: int, local_learning_rate: float) -> Updates:
+    """The updates of a round, from at least one accepted reply in stable order."""
+    return Updates(
+        server_round,
+        tuple(reply.client_id for reply in accepted),
+        tuple(reply.row for reply in accepted),
+        np.array([reply.num_examples for reply in accepted]),
+        local_learning_rate,
+    )
+
+
+def refuse_secure_aggregation(accepted: Sequence[Accepted]) -> None:
+    """Raise if the updates are evidently not individual ones.
+
+    Under secure aggregation every row that reaches the strategy is the same sum.
+
+    Raises
+    ------
+    SecureAggregationError
+        If there are at least two updates, and all are the same non-zero row.
+    """
+    first = accepted[0].row
+    if len(accepted) > 1 and first.any() and all(np.array_equal(first, other.row) for other in accepted[1:]):
+        raise SecureAggregationError(
+            f"all {len(accepted)} clients sent exactly the same update, as happens under secure aggregation "
+            "(SecAgg, SecAgg+). This strategy needs each client's own update to protect it: remove the secure "
+            "aggregation mod or workflow, and use local differential privacy if updates must be protected."
+        )
+
+
+def finite_metrics(metrics: Mapping[str, object]) -> dict[str, float]:
+    """The numbers among a client's metrics that are finite, as floats."""
+    return {
+        key: float(value)
+        for key, value in metrics.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and _is_finite(value)
+    }
+
+
+def _check(model: Model, reply: Reply) -> Accepted | Rejection:
+    if reply.error is not None:
+        return Rejection(reply.client_id, "error", reply.error)
+    problem = _count_problem(reply.num_examples)
+    if problem is None and reply.arrays is None:
+        problem = "sent no arrays"
+    if problem is None and reply.arrays is not None:
+        problem = model.problem(reply.arrays)
+    if problem is not None or reply.arrays is None:
+        return Rejection(reply.client_id, "invalid", str(problem))
+    row = model.displacement(reply.arrays)
+    if not np.isfinite(row).all():
+        return Rejection(reply.client_id, "invalid", f"its update overflows {row.dtype}")
+    buffers = {name: reply.arrays[name] for name in (*model.averaged, *model.counters)}
+    count = float(reply.num_examples)  # type: ignore[arg-type]  # _count_problem made sure that it is a number
+    return Accepted(reply.client_id, row, count, buffers, finite_metrics(reply.metrics))
+
+
+def _count_problem(value: object) -> str | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return f"num-examples must be a number > 0, got {value!r}"
+    if not _is_finite(value) or not 0 < value <= _MOST_EXAMPLES:
+        return f"num-examples must be > 0 and at most {_MOST_EXAMPLES}, got {value!r}"
+    return None
+
+
+def _is_finite(value: int | float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # An int beyond the range of floats.
+        return False
+
+
+def _too_long(accepted: Mapping[str, Accepted], norm_screen: float) -> list[tuple[str, str]]:
+    if norm_screen <= 0.0 or len(accepted) < 2:
+        return []
+    norms = {client_id: norm(reply.row) for client_id, reply in accepted.items()}
+    lengths = sorted(length for length in norms.values() if length > 0.0)
+    if not lengths:
+        return []
+    median = lengths[(len(lengths) - 1) // 2]
+    return [
+        (
+            client_id,
+            f"its update is {length / median:.3g} times as long as the cohort's median (limit {norm_screen:g})",
+        )
+        for client_id, length in norms.items()
+        if length > norm_screen * median
+    ]
+
+
+def _kind(array: NDArray[Any]) -> str:
+    return "i" if array.dtype.kind in "iu" else array.dtype.kind
+
+
+def _some(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    shown = ", ".join(ordered[:3])
+    return f"[{shown}{', ...' if len(ordered) > 3 else ''}]"

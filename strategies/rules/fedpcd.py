@@ -1,0 +1,276 @@
+"""FedPCD (2026): FedAvg's direction, bent only as far as every client's minimum progress demands."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .fedavg import averaging_step
+from .gram import combine, cosines
+from .history import History
+from .normalization import NORMALIZATIONS, observe, scales
+from .projection import PROXQP, Program, Solution, available_solvers, irreconcilable, relax, solve
+from .updates import Aggregate, Diagnostics, Floats, Row, State, Updates
+from .validation import check_choice, check_learning_rate, check_range
+
+_VANISHED = 1e-7
+"""Below this fraction of the lengths it is made of, a sum is rounding noise (its square is the float64 epsilon)."""
+
+
+@dataclass(frozen=True)
+class FedPCD:
+    """FedAvg's direction, bent only as far as every client's minimum progress demands.
+
+    ``d* = argmin 1/2 |d - g~_0|^2  subject to  <g~_i, d> >= tau |g~_i|^2`` for every participant and for every client
+    seen in the last `history_window` rounds; ``d = |gbar| d* / |d*|`` and ``theta <- theta - eta_g d``. Where FedAvg's
+    ``gbar`` already meets all constraints the round *is* FedAvg, bit for bit.
+
+    Needs: nothing beyond the updates, which must be individual (no secure aggregation).
+
+    Guarantees: permutation-invariant, scale-equivariant, non-conflicting, norm-preserving, fedavg-when-inactive.
+
+    Parameters
+    ----------
+    tau : float
+        Minimum progress of every client, in [0, 1]; the paper's grid spans 0.005 to 0.1.
+    history_window : int
+        H >= 0, in rounds: how long an absent client's last update still constrains. 0: participants only.
+    normalization : {"l2", "ema", "none"}
+        What ``g~_i`` is: ``g_i`` over its own norm, over a moving average of the client's norms (paper, appendix D),
+        or ``g_i`` itself (ablation). The primary is l2-normalised in the first two cases.
+    ema_beta : float
+        Decay of that moving average (of the *squared* norm, bias-corrected as in PCD), in [0, 1).
+    primary : bool
+        False drops the primary objective: ``min 1/2 |d|^2`` under the same constraints (ablation; needs tau > 0).
+    on_infeasible : {"primary", "relax", "zero"}
+        What to do when no direction serves all clients. "primary": this round is FedAvg. "relax": the irreconcilable
+        clients are only protected from harm, all others get their tau. "zero": the model stays.
+    solver : str
+        "proxqp" (ProxSuite), or any QP solver that qpsolvers finds installed. Every answer is certified anyway.
+    server_learning_rate : float
+        ``eta_g >= 0``; 0 means the local learning rate of the round.
+
+    Raises
+    ------
+    ValueError
+        If a parameter lies outside its range; the message names it.
+
+    Notes
+    -----
+    Departs from the paper: norms are not increased by a small epsilon; zero updates are dropped instead, so results do
+    not depend on the scale of the updates. Infeasible programs, which the paper does not treat, follow
+    `on_infeasible`.
+
+    References
+    ----------
+    Irshaid, Varam, AlHajri, *FedPCD: Priority-Constrained Federated Aggregation*, 2026, Algorithm 1.
+    Varam, AlHajri, *Priority-Constrained Descent*, arXiv 2606.29521.
+    """
+
+    individual_updates: ClassVar[bool] = True
+
+    tau: float = 0.02
+    history_window: int = 10
+    normalization: str = "l2"
+    ema_beta: float = 0.8
+    primary: bool = True
+    on_infeasible: str = "primary"
+    solver: str = PROXQP
+    server_learning_rate: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_range("tau", self.tau, 0.0, 1.0)
+        if isinstance(self.history_window, bool) or not isinstance(self.history_window, int) or self.history_window < 0:
+            raise ValueError(f"history_window must be a whole number of rounds >= 0, got {self.history_window!r}")
+        check_choice("normalization", self.normalization, NORMALIZATIONS)
+        check_range("ema_beta", self.ema_beta, 0.0, 1.0 - 1e-9)
+        if not isinstance(self.primary, bool):
+            raise ValueError(f"primary must be true or false, got {self.primary!r}")
+        if not self.primary and self.tau == 0.0:
+            raise ValueError("primary=False needs tau > 0: with tau = 0 the shortest direction is no step at all")
+        check_choice("on_infeasible", self.on_infeasible, ("primary", "relax", "zero"))
+        check_choice("solver", self.solver, available_solvers())
+        check_learning_rate(self.server_learning_rate)
+
+    def aggregate(self, updates: Updates, state: State) -> tuple[Aggregate, State]:
+        """Aggregate one round.
+
+        Parameters
+        ----------
+        updates : Updates
+            The round's updates.
+        state : dict
+            What the previous round returned; empty at first.
+
+        Returns
+        -------
+        tuple of (Aggregate, dict)
+            The step with its diagnostics, and the state for the next round.
+        """
+        start = time.perf_counter()
+        history = History.from_state(state).usable(updates.round, self.history_window, updates.client_ids)
+        rows = _gather(updates, history)
+        averages = observe(state, updates.client_ids, rows.pseudo_gradient_norms[: rows.current], self.ema_beta)
+        seconds_gram = time.perf_counter() - start
+        aggregate = self._decide(updates, rows, scales(averages, rows.client_ids))
+        aggregate.diagnostics["seconds-gram"] = seconds_gram
+        remembered = rows.remember(updates, self.history_window)
+        kept_averages = averages if self.normalization == "ema" else {}
+        return aggregate, {**remembered.to_state(), **kept_averages}
+
+    def _decide(self, updates: Updates, rows: _Rows, ema_norms: Floats) -> Aggregate:
+        diagnostics: Diagnostics = {
+            "constraints-current": int((rows.norms[: rows.current] > 0).sum()),
+            "constraints-cached": len(rows.client_ids) - rows.current,
+        }
+        primary_norm, alignments = rows.primary(updates)
+        if primary_norm == 0.0:
+            return _averaged(updates, self.server_learning_rate, {**diagnostics, "status": "stationary"})
+        demands = self._demands(rows, primary_norm, ema_norms)
+        used = rows.norms > 0.0
+        program = Program(
+            rows.cosines[np.ix_(used, used)],
+            alignments[used] if self.primary else np.zeros(int(used.sum())),
+            self.tau * demands[used],
+            self.primary,
+        )
+        start = time.perf_counter()
+        program, solution, relaxed = self._solve(program)
+        diagnostics |= _describe(program, solution, alignments[used])
+        clients = [c for c, u in zip(rows.client_ids, used, strict=True) if u]
+        diagnostics["relaxed-clients"] = [c for c, r in zip(clients, relaxed, strict=True) if r]
+        # In the paper's terms the multiplier belongs to g~_i, whose length is the demand, not to the unit row.
+        diagnostics["multipliers"] = {
+            c: float(mu / demand)
+            for c, mu, demand in zip(clients, solution.multipliers, demands[used], strict=True)
+            if mu > 0.0
+        }
+        diagnostics["seconds-program"] = time.perf_counter() - start
+        return self._step(updates, rows, used, primary_norm, solution, diagnostics)
+
+    def _demands(self, rows: _Rows, primary_norm: float, ema_norms: Floats) -> Floats:
+        """``|g~_i| / |g~_0|``: a row of length l demands ``tau l`` per unit of its own direction."""
+        if self.normalization == "l2":
+            return np.ones(rows.norms.size)
+        if self.normalization == "ema":
+            return np.asarray(rows.pseudo_gradient_norms / np.where(ema_norms > 0.0, ema_norms, 1.0))
+        return np.asarray(rows.norms / rows.learning_rates / (primary_norm / rows.learning_rates[0]))
+
+    def _solve(self, program: Program) -> tuple[Program, Solution, NDArray[np.bool_]]:
+        """The program that was solved in the end, its answer, and which rows had to be relaxed."""
+        solution = solve(program, self.solver)
+        nobody = np.zeros(program.thresholds.size, dtype=bool)
+        if solution.status != "infeasible" or self.on_infeasible != "relax":
+            return program, solution, nobody
+        rows = irreconcilable(program)
+        relaxed = relax(program, rows)
+        answer = solve(relaxed, self.solver)
+        if answer.status in ("inactive", "solved"):
+            return relaxed, replace(answer, status="infeasible", opposed=solution.opposed), rows
+        return program, replace(answer, status="uncertified"), nobody
+
+    def _step(
+        self,
+        updates: Updates,
+        rows: _Rows,
+        used: NDArray[np.bool_],
+        primary_norm: float,
+        solution: Solution,
+        diagnostics: Diagnostics,
+    ) -> Aggregate:
+        stay = solution.status == "infeasible" and self.on_infeasible == "zero"
+        if not solution.multipliers.any() and not stay:
+            return _averaged(updates, self.server_learning_rate, diagnostics)
+        start = time.perf_counter()
+        own = 1.0 if self.primary else 0.0
+        vanished = solution.direction_norm <= _VANISHED * (own + solution.multipliers.sum())
+        coefficients = np.zeros(len(rows.rows))
+        if not (stay or vanished):
+            coefficients[: rows.current] = own * updates.weights
+            coefficients[used] += solution.multipliers * primary_norm / rows.norms[used]
+            coefficients /= solution.direction_norm
+            if self.server_learning_rate > 0.0:
+                coefficients *= self.server_learning_rate / updates.local_learning_rate
+        step = combine(rows.rows, coefficients)
+        diagnostics["seconds-combination"] = time.perf_counter() - start
+        return Aggregate(step, diagnostics)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Participants' rows, then cached ones, in displacement units, with their cosines."""
+
+    client_ids: tuple[str, ...]
+    rows: tuple[Row, ...]
+    rounds: NDArray[np.int64]
+    learning_rates: Floats
+    norms: Floats
+    cosines: Floats
+    current: int
+
+    @property
+    def pseudo_gradient_norms(self) -> Floats:
+        return np.asarray(self.norms / self.learning_rates)
+
+    def primary(self, updates: Updates) -> tuple[float, Floats]:
+        """Norm of the mean displacement, and its cosines with all rows; norm 0 if the mean cancels out."""
+        lengths = updates.weights * self.norms[: self.current]
+        reach = float(lengths.sum())
+        if reach == 0.0:
+            return 0.0, np.zeros(self.norms.size)
+        shares = lengths / reach
+        aligned = self.cosines[:, : self.current] @ shares
+        fraction = float(np.sqrt(max(0.0, float(shares @ aligned[: self.current]))))
+        if fraction <= _VANISHED:
+            return 0.0, np.zeros(self.norms.size)
+        return fraction * reach, aligned / fraction
+
+    def remember(self, updates: Updates, window: int) -> History:
+        """The history for the next round: zero rows demand nothing, and rows that would be too old go."""
+        everything = History(self.client_ids, self.rounds, self.learning_rates, self.rows, self.norms, self.cosines)
+        ages = updates.round + 1 - self.rounds
+        return everything.keep([i for i in range(len(self.client_ids)) if self.norms[i] > 0.0 and ages[i] <= window])
+
+
+def _gather(updates: Updates, history: History) -> _Rows:
+    norms, block = cosines(updates.rows, history.rows, history.norms)
+    k, m = len(updates.client_ids), len(history.client_ids)
+    matrix = np.empty((k + m, k + m))
+    matrix[:k] = block
+    matrix[k:, :k] = block[:, k:].T
+    matrix[k:, k:] = history.cosines
+    return _Rows(
+        client_ids=(*updates.client_ids, *history.client_ids),
+        rows=(*updates.rows, *history.rows),
+        rounds=np.concatenate([np.full(k, updates.round, dtype=np.int64), history.rounds]),
+        learning_rates=np.concatenate([np.full(k, updates.local_learning_rate), history.learning_rates]),
+        norms=np.concatenate([norms, history.norms]),
+        cosines=matrix,
+        current=k,
+    )
+
+
+def _averaged(updates: Updates, server_learning_rate: float, diagnostics: Diagnostics) -> Aggregate:
+    start = time.perf_counter()
+    step = averaging_step(updates, server_learning_rate)
+    return Aggregate(step, {**diagnostics, "seconds-combination": time.perf_counter() - start})
+
+
+def _describe(program: Program, solution: Solution, alignments: Floats) -> Diagnostics:
+    progress = program.progress(solution.multipliers)
+    own = 1.0 if program.primary else 0.0
+    towards_primary = own + float(solution.multipliers @ alignments)
+    return {
+        "status": solution.status,
+        "solver": solution.found_by,
+        "constraints-active": int((solution.multipliers > 0.0).sum()),
+        "tau-met": solution.status in ("inactive", "solved"),
+        "direction-norm": solution.direction_norm,
+        "cosine-to-fedavg": towards_primary / solution.direction_norm if solution.direction_norm > 0.0 else 0.0,
+        "smallest-progress": float(progress.min()),
+        "kkt-residual": solution.residuals.worst,
+    }

@@ -1,0 +1,359 @@
+"""The PCD program: bend a primary direction as little as needed so that every row makes progress.
+
+In R^n the program is ``min 1/2 |d - u_0|^2`` subject to ``<u_i, d> >= b_i``, with unit rows ``u_i``, a unit primary
+``u_0`` and thresholds ``b_i >= 0``. Its solution is ``d* = u_0 + sum_i mu_i u_i`` with ``mu >= 0``, so all that is
+needed is the m x m matrix of cosines K and the alignments ``a_i = <u_i, u_0>``; the multipliers solve
+
+    min 1/2 mu' K mu - c' mu   subject to   mu >= 0,   with   c = b - a.
+
+ProxSuite proposes multipliers, an active-set step polishes them, and `certify` decides from K, a and b alone whether
+they are right; no solver's status is ever believed. Where they are not right, an exact least-distance program
+(non-negative least squares) either gives them or proves that 0 lies in the convex hull of the rows, in which case no
+direction serves all. Sources: ``paper/method.md`` (Algorithm 1), Lawson & Hanson (1974), chapter 23.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import qpsolvers
+import scipy.linalg
+import scipy.optimize
+from numpy.typing import NDArray
+from proxsuite import proxqp
+
+from .gram import blas
+from .updates import Floats
+
+Status = Literal["inactive", "solved", "infeasible", "uncertified"]
+
+PROXQP = "proxqp"
+TOLERANCE = 1e-9
+"""Largest KKT residual of a certified solution, relative to the direction's length (see `Residuals`)."""
+SLACK = 1e-12
+"""A constraint violated by less than this (in units of unit rows) counts as met."""
+_CORRECTION_LIMIT = 1e6
+"""A correction longer than this many times the worst violation is rounding noise: the rows are opposed."""
+_SPECTRUM_CUT = 1e-13
+_POLISH_STEPS = 12
+
+
+@dataclass(frozen=True)
+class Program:
+    """One PCD program in Gram space.
+
+    Parameters
+    ----------
+    cosines : ndarray of shape (m, m), float64
+        K, the cosines between the rows; ones on the diagonal.
+    alignments : ndarray of shape (m,), float64
+        ``a_i``, cosines between the rows and the primary; zeros if there is no primary.
+    thresholds : ndarray of shape (m,), float64
+        ``b_i >= 0``, the progress that each row demands of ``d``.
+    primary : bool
+        Whether ``u_0`` is part of the direction. Without it the program is ``min 1/2 |d|^2``.
+    """
+
+    cosines: Floats
+    alignments: Floats
+    thresholds: Floats
+    primary: bool = True
+
+    @property
+    def violations(self) -> Floats:
+        """``c = b - a``: by how much the primary alone misses each threshold, shape (m,)."""
+        violations: Floats = self.thresholds - self.alignments
+        return violations
+
+    def progress(self, multipliers: Floats) -> Floats:
+        """``<u_i, d>`` for the direction of these multipliers, shape (m,)."""
+        progress: Floats = self.alignments + self.cosines @ multipliers
+        return progress
+
+    def direction_norm(self, multipliers: Floats) -> float:
+        """``|u_0 + sum_i mu_i u_i|``."""
+        own = 1.0 if self.primary else 0.0
+        square = own + 2.0 * (multipliers @ self.alignments) + multipliers @ (self.cosines @ multipliers)
+        return float(np.sqrt(max(float(square), 0.0)))
+
+
+@dataclass(frozen=True)
+class Residuals:
+    """How far multipliers are from the KKT conditions, in float64 from K, a and b.
+
+    Lengths (`primal`) are divided by ``max(1, |d|)``, products of a length and a multiplier (`complementarity`, `gap`)
+    by its square; `dual` is divided by the largest multiplier. Stationarity holds by construction.
+
+    Parameters
+    ----------
+    primal : float
+        Largest ``b_i - <u_i, d>``, or 0.
+    dual : float
+        Largest ``-mu_i``, or 0.
+    complementarity : float
+        Largest ``|mu_i (<u_i, d> - b_i)|``.
+    gap : float
+        Primal minus dual objective, in absolute value.
+    """
+
+    primal: float
+    dual: float
+    complementarity: float
+    gap: float
+
+    @property
+    def worst(self) -> float:
+        """The largest of the four; NaN counts as infinite."""
+        parts = np.array([self.primal, self.dual, self.complementarity, self.gap])
+        return float(np.nan_to_num(parts, nan=np.inf).max())
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A program's answer.
+
+    Parameters
+    ----------
+    status : {"inactive", "solved", "infeasible", "uncertified"}
+        "inactive": the primary meets every threshold. "solved" if and only if `residuals` are within `TOLERANCE`.
+        "infeasible": `opposed` proves it. "uncertified": neither could be shown; the multipliers are zero.
+    multipliers : ndarray of shape (m,), float64
+        ``mu``; zeros unless "solved".
+    residuals : Residuals
+        Of these multipliers.
+    direction_norm : float
+        ``|d*|`` for these multipliers.
+    found_by : str
+        "none", "polish", the solver's name, or "nnls".
+    opposed : ndarray of shape (m,), float64, or None
+        If infeasible: weights ``lambda >= 0`` that sum to one, with ``|sum_i lambda_i u_i|`` zero up to rounding.
+    """
+
+    status: Status
+    multipliers: Floats
+    residuals: Residuals
+    direction_norm: float
+    found_by: str
+    opposed: Floats | None = None
+
+
+def available_solvers() -> tuple[str, ...]:
+    """Names that `solve` accepts: ProxSuite's own, then every dense or sparse QP solver that qpsolvers finds."""
+    return (PROXQP, *sorted(set(qpsolvers.available_solvers) - {PROXQP}))
+
+
+def certify(program: Program, multipliers: Floats) -> Residuals:
+    """KKT residuals of given multipliers.
+
+    Parameters
+    ----------
+    program : Program
+        The program.
+    multipliers : ndarray of shape (m,), float64
+        Any candidate.
+
+    Returns
+    -------
+    Residuals
+        All zero exactly at the solution.
+    """
+    length = max(1.0, program.direction_norm(multipliers))
+    slack = program.progress(multipliers) - program.thresholds
+    products = multipliers * slack
+    return Residuals(
+        primal=float(max(0.0, -slack.min())) / length,
+        dual=float(max(0.0, -multipliers.min())) / max(1.0, float(multipliers.max())),
+        complementarity=float(np.abs(products).max()) / length**2,
+        gap=float(abs(products.sum())) / length**2,
+    )
+
+
+def solve(program: Program, solver: str = PROXQP) -> Solution:
+    """Solve and certify a program.
+
+    Parameters
+    ----------
+    program : Program
+        With m >= 1 rows, all entries finite.
+    solver : str
+        One of `available_solvers`.
+
+    Returns
+    -------
+    Solution
+        See its `status`. Never raises on an infeasible or degenerate program.
+
+    Raises
+    ------
+    ValueError
+        If an entry is not finite or the shapes disagree.
+    """
+    _check(program)
+    nothing = np.zeros_like(program.thresholds)
+    worst_violation = float(program.violations.max())
+    if program.primary and worst_violation <= SLACK:
+        return _answer(program, nothing, "inactive", "none")
+    with blas().limit(limits=1, user_api="blas"):
+        for found_by, candidate in _candidates(program, solver):
+            if certify(program, candidate).worst <= TOLERANCE and _is_proportionate(program, candidate):
+                return _answer(program, candidate, "solved", found_by)
+        multipliers, opposed = _least_distance(program)
+        if opposed is not None:
+            return replace(_answer(program, nothing, "infeasible", "nnls"), opposed=opposed)
+        for candidate in (*_polished(program, multipliers), multipliers):
+            if certify(program, candidate).worst <= TOLERANCE:
+                return _answer(program, candidate, "solved", "nnls")
+    return _answer(program, nothing, "uncertified", "none")
+
+
+def irreconcilable(program: Program) -> NDArray[np.bool_]:
+    """The rows that can only progress at each other's cost.
+
+    The union of the supports of all ``lambda >= 0`` with ``sum_i lambda_i u_i = 0``: whichever direction harms none of
+    them leaves every one of them exactly where it is (Gordan's theorem), while all other rows can still be given their
+    full threshold.
+
+    Parameters
+    ----------
+    program : Program
+        An infeasible program.
+
+    Returns
+    -------
+    ndarray of shape (m,), bool
+        True for these rows. With their thresholds set to 0 the program is feasible.
+    """
+    rows = np.zeros(program.thresholds.shape, dtype=bool)
+    while True:
+        # A proof of infeasibility must touch a row with a positive threshold, so every turn adds at least one row.
+        relaxed = relax(program, rows)
+        if relaxed.violations.max() <= SLACK:
+            return rows
+        _, opposed = _least_distance(relaxed)
+        if opposed is None or not (opposed[~rows] > 0).any():
+            return rows
+        rows |= opposed > 0
+
+
+def relax(program: Program, rows: NDArray[np.bool_]) -> Program:
+    """The program with the thresholds of some rows set to 0."""
+    return replace(program, thresholds=np.where(rows, 0.0, program.thresholds))
+
+
+def _check(program: Program) -> None:
+    m = program.thresholds.size
+    if m == 0 or program.cosines.shape != (m, m) or program.alignments.shape != (m,):
+        raise ValueError(
+            f"shapes disagree: cosines {program.cosines.shape}, alignments {program.alignments.shape}, "
+            f"thresholds {program.thresholds.shape}"
+        )
+    parts = (program.cosines, program.alignments, program.thresholds)
+    if not all(np.isfinite(part).all() for part in parts):
+        raise ValueError("cosines, alignments and thresholds must be finite: screen the updates first")
+
+
+def _answer(program: Program, multipliers: Floats, status: Status, found_by: str) -> Solution:
+    residuals = certify(program, multipliers)
+    return Solution(status, multipliers, residuals, program.direction_norm(multipliers), found_by)
+
+
+def _candidates(program: Program, solver: str) -> Iterator[tuple[str, Floats]]:
+    guess = _proxqp(program) if solver == PROXQP else _qpsolvers(program, solver)
+    if guess is None or not np.isfinite(guess).all():
+        return
+    guess = np.maximum(guess, 0.0)
+    for polished in _polished(program, guess):
+        yield "polish", polished
+    yield solver, guess
+
+
+def _is_proportionate(program: Program, multipliers: Floats) -> bool:
+    correction = np.sqrt(max(0.0, float(multipliers @ (program.cosines @ multipliers))))
+    return bool(correction <= _CORRECTION_LIMIT * program.violations.max())
+
+
+def _proxqp(program: Program) -> Floats:
+    m = program.thresholds.size
+    qp = proxqp.dense.QP(m, 0, 0, True)
+    qp.settings.eps_abs = TOLERANCE / 10
+    qp.settings.eps_rel = 0.0
+    # The library's limits (10000 x 1500) let an infeasible program run for minutes.
+    qp.settings.max_iter = 200
+    qp.settings.max_iter_in = 100
+    qp.settings.initial_guess = proxqp.InitialGuess.EQUALITY_CONSTRAINED_INITIAL_GUESS
+    unbounded = np.full(m, np.inf)
+    qp.init(program.cosines, -program.violations, None, None, None, None, None, np.zeros(m), unbounded)
+    qp.solve()
+    return np.array(qp.results.x, dtype=np.float64)
+
+
+def _qpsolvers(program: Program, solver: str) -> Floats | None:
+    try:
+        x = qpsolvers.solve_qp(
+            program.cosines, -program.violations, lb=np.zeros(program.thresholds.size), solver=solver
+        )
+    except Exception:  # Solvers raise errors of their own on singular or unbounded programs; the certificate judges.
+        return None
+    return None if x is None else np.asarray(x, dtype=np.float64)
+
+
+def _polished(program: Program, guess: Floats) -> Iterator[Floats]:
+    """Exact solutions on successive active sets, starting from the guess's own."""
+    slack = program.progress(guess) - program.thresholds
+    active = guess > np.maximum(slack, 0.0)
+    for _ in range(_POLISH_STEPS):
+        multipliers = _on_active_set(program, active)
+        yield np.maximum(multipliers, 0.0)
+        slack = program.progress(multipliers) - program.thresholds
+        # Rows whose multiplier turned negative leave, rows that are now violated enter.
+        following = (active & (multipliers > 0.0)) | (slack < -SLACK)
+        if (following == active).all():
+            return
+        active = following
+
+
+def _on_active_set(program: Program, active: NDArray[np.bool_]) -> Floats:
+    multipliers = np.zeros_like(program.thresholds)
+    if not active.any():
+        return multipliers
+    matrix = program.cosines[np.ix_(active, active)]
+    target = program.violations[active]
+    solve_for = _linear_solver(matrix)
+    solution = solve_for(target)
+    solution += solve_for(target - matrix @ solution)
+    multipliers[active] = solution
+    return multipliers
+
+
+def _linear_solver(matrix: Floats) -> Callable[[Floats], Floats]:
+    try:
+        factor = scipy.linalg.cho_factor(matrix)
+    except np.linalg.LinAlgError:
+        values, vectors = np.linalg.eigh(matrix)
+        kept = values > _SPECTRUM_CUT * values[-1]
+        basis = vectors[:, kept]
+        return lambda target: np.asarray(basis @ ((basis.T @ target) / values[kept]))
+    return lambda target: np.asarray(scipy.linalg.cho_solve(factor, target))
+
+
+def _least_distance(program: Program) -> tuple[Floats, Floats | None]:
+    """Multipliers by non-negative least squares, or weights that show 0 in the hull of the rows."""
+    values, vectors = np.linalg.eigh(program.cosines)
+    kept = values > _SPECTRUM_CUT * values[-1]
+    factor = vectors[:, kept] * np.sqrt(values[kept])
+    violations = program.violations
+    scale = float(violations.max())
+    matrix = np.vstack([factor.T, violations / scale])
+    target = np.zeros(matrix.shape[0])
+    target[-1] = 1.0
+    try:
+        u, _ = scipy.optimize.nnls(matrix, target, maxiter=30 * max(matrix.shape))
+    except RuntimeError:  # Its iteration limit, on degenerate programs; the caller reports "uncertified".
+        return np.zeros_like(violations), None
+    remainder = 1.0 - float(violations @ u) / scale
+    if remainder <= _CORRECTION_LIMIT**-2:
+        return np.zeros_like(violations), u / u.sum()
+    return scale * u / remainder, None
