@@ -78,6 +78,11 @@ def hosted(node_config: Mapping[str, Any], clients: int = TARGETS) -> dict[str, 
     return {CLIENT_IDS: ids, HOSTING: LOGICAL, NUM_PARTITIONS: nodes, CODE_HASH: HASH}
 
 
+def _client(config: Mapping[str, Any], node_config: Mapping[str, Any]) -> int:
+    """Whom a message is meant for: the named client, else (in a foreign project) the node itself."""
+    return int(config[CLIENT_ID] if CLIENT_ID in config else node_config["partition-id"])
+
+
 Tamper = Callable[[int, dict[str, np.ndarray], dict[str, Any]], None]
 
 
@@ -92,7 +97,7 @@ def message_client(tamper: Tamper | None = None) -> ClientApp:
     @app.train()
     def fit(message: Message, context: Context) -> Message:
         config = message.content[CONFIG]
-        client = int(config.get(CLIENT_ID, context.node_config["partition-id"]))
+        client = _client(config, context.node_config)
         received = {name: array.numpy() for name, array in message.content[ARRAYS].items()}
         arrays = train(received, client, float(config.get(LOCAL_LEARNING_RATE, 0.1)))
         metrics: dict[str, Any] = {NUM_EXAMPLES: examples(client), "train-loss": float(client)}
@@ -103,7 +108,7 @@ def message_client(tamper: Tamper | None = None) -> ClientApp:
 
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
-        client = int(message.content[CONFIG].get(CLIENT_ID, context.node_config["partition-id"]))
+        client = _client(message.content[CONFIG], context.node_config)
         metrics = {NUM_EXAMPLES: examples(client), "accuracy": client / 100, "loss": 1.0 + client}
         return Message(RecordDict({METRICS: MetricRecord(metrics)}), reply_to=message)
 
@@ -122,7 +127,7 @@ def legacy_client(names: list[str], tamper: Tamper | None = None) -> ClientApp:
             return {**answer, CLIENT_IDS: ",".join(answer[CLIENT_IDS])}
 
         def fit(self, parameters: list[np.ndarray], config: Mapping[str, Any]) -> tuple[list[np.ndarray], int, dict]:
-            client = int(config.get(CLIENT_ID, self.node_config["partition-id"]))
+            client = _client(config, self.node_config)
             received = dict(zip(names, parameters, strict=True))
             arrays = train(received, client, float(config.get(LOCAL_LEARNING_RATE, 0.1)))
             metrics: dict[str, Any] = {NUM_EXAMPLES: examples(client), "train-loss": float(client)}
@@ -131,7 +136,7 @@ def legacy_client(names: list[str], tamper: Tamper | None = None) -> ClientApp:
             return list(arrays.values()), metrics.pop(NUM_EXAMPLES), metrics
 
         def evaluate(self, parameters: list[np.ndarray], config: Mapping[str, Any]) -> tuple[float, int, dict]:
-            client = int(config.get(CLIENT_ID, self.node_config["partition-id"]))
+            client = _client(config, self.node_config)
             return 1.0 + client, examples(client), {"accuracy": client / 100}
 
     return ClientApp(client_fn=lambda context: Client(context).to_client())

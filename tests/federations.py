@@ -1,0 +1,68 @@
+"""Runs of the small federation in both of Flower's APIs, for tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from flwr.common import ndarrays_to_parameters
+from flwr.server import ServerConfig
+from flwr.server.compat import start_grid
+
+import strategies
+from strategies import legacy
+from strategies.inprocess import InProcessGrid
+from strategies.reports import EvaluationReport, RoundReport
+from tests.support import HASH, Tamper, arrays_of, initial_model, legacy_client, message_client, record
+
+OURS = {"seed": 1, "client_ids": "ask", "code_hash": HASH, "local_learning_rate": 0.1, "wait_timeout": 1.0}
+"""Options of the app's own federations, where clients have stable ids."""
+
+
+class Run:
+    """A finished run: the final model and the reports of its rounds."""
+
+    def __init__(self) -> None:
+        self.model: dict[str, np.ndarray] = {}
+        self.rounds: list[RoundReport] = []
+        self.evaluations: list[EvaluationReport] = []
+        self.result: Any = None
+
+    def hooks(self) -> dict[str, Any]:
+        """Keyword arguments that make a strategy report here."""
+        return {"on_round": self.rounds.append, "on_evaluation": self.evaluations.append}
+
+
+def run_message(
+    name: str,
+    rounds: int = 3,
+    nodes: int = 3,
+    tamper: Tamper | None = None,
+    grid: InProcessGrid | None = None,
+    **kw: Any,
+) -> Run:
+    """Run a strategy of the Message API."""
+    run = Run()
+    grid = grid or InProcessGrid(message_client(tamper), nodes)
+    keywords = {"fraction_train": 0.5, "min_train_nodes": 1, **OURS, **run.hooks(), **kw}
+    strategy = strategies.METHODS[name](**keywords)
+    run.result = strategy.start(grid, record(initial_model()), num_rounds=rounds)
+    run.model = arrays_of(run.result.arrays)
+    return run
+
+
+def run_legacy(name: str, rounds: int = 3, nodes: int = 3, tamper: Tamper | None = None, **kw: Any) -> Run:
+    """Run the same strategy of the older API."""
+    run, names = Run(), list(initial_model())
+    models: dict[int, list[np.ndarray]] = {}
+    grid = InProcessGrid(legacy_client(names, tamper), nodes)
+    keywords = {"fraction_fit": 0.5, "min_fit_clients": 1, "num_rounds": rounds, **OURS, **run.hooks(), **kw}
+    strategy = legacy.METHODS[name](
+        parameter_names=names,
+        initial_parameters=ndarrays_to_parameters(list(initial_model().values())),
+        evaluate_fn=lambda server_round, arrays, _: models.update({server_round: arrays}),
+        **keywords,
+    )
+    run.result = start_grid(grid=grid, config=ServerConfig(num_rounds=rounds), strategy=strategy)
+    run.model = dict(zip(names, models[rounds], strict=True))
+    return run
