@@ -79,6 +79,8 @@ class LegacyStrategy(FlowerFedAvg):
         size = cohort.size(self.fraction_fit, self.min_fit_clients, len(clients))
         chosen = cohort.draw(clients, size, self.engine.options.seed, server_round)
         config = self.on_fit_config_fn(server_round) if self.on_fit_config_fn is not None else {}
+        if self.engine.options.client_ids == "ask":
+            config = {**config, LOCAL_LEARNING_RATE: self.engine.options.learning_rate(server_round)}
         self._sent_at = time.perf_counter()
         self._asked = self._address(chosen, proxies)
         return [
@@ -200,7 +202,6 @@ class LegacyStrategy(FlowerFedAvg):
         own: dict[str, Scalar] = {**config, SERVER_ROUND: server_round}
         if self.engine.options.client_ids == "ask":
             own[CLIENT_ID] = client.cid
-            own[LOCAL_LEARNING_RATE] = self.engine.options.learning_rate(server_round)
         return own
 
     def _reply(self, client: str, result: FitRes) -> Reply:

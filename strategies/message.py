@@ -192,6 +192,7 @@ class MessageStrategy(FlowerFedAvg):
             own[SERVER_ROUND] = server_round
             if self.engine.options.client_ids == "ask":
                 own[CLIENT_ID] = client
+            if self.engine.options.client_ids == "ask" and kind == MessageType.TRAIN:
                 own[LOCAL_LEARNING_RATE] = self.engine.options.learning_rate(server_round)
             record = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: own})
             self._asked[client] = Message(record, node_of[client], kind)

@@ -227,16 +227,20 @@ def irreconcilable(program: Program) -> NDArray[np.bool_]:
     ndarray of shape (m,), bool
         True for these rows. With their thresholds set to 0 the program is feasible.
     """
-    rows = np.zeros(program.thresholds.shape, dtype=bool)
-    while True:
-        # A proof of infeasibility must touch a row with a positive threshold, so every turn adds at least one row.
-        relaxed = relax(program, rows)
-        if relaxed.violations.max() <= SLACK:
-            return rows
-        _, opposed = _least_distance(relaxed)
-        if opposed is None or not (opposed[~rows] > 0).any():
-            return rows
-        rows |= opposed > 0
+    factor = _factor(program.cosines)
+    m, rank = factor.shape
+    # maximise sum t subject to <u_i, d> >= t_i, 0 <= t_i <= 1. Directions can be stretched, so a row that can progress
+    # at nobody's cost reaches t_i = 1, and only the irreconcilable ones stay at 0.
+    outcome = scipy.optimize.linprog(
+        np.concatenate([np.zeros(rank), -np.ones(m)]),
+        A_ub=np.hstack([-factor, np.eye(m)]),
+        b_ub=np.zeros(m),
+        bounds=[(None, None)] * rank + [(0.0, 1.0)] * m,
+        method="highs",
+    )
+    if outcome.x is None:  # Without a proof to the contrary nobody is promised progress, which always is feasible.
+        return np.ones(m, dtype=bool)
+    return np.asarray(outcome.x[rank:] < 0.5)
 
 
 def relax(program: Program, rows: NDArray[np.bool_]) -> Program:
@@ -344,9 +348,7 @@ def _linear_solver(matrix: Floats) -> Callable[[Floats], Floats]:
 
 def _least_distance(program: Program) -> tuple[Floats, Floats | None]:
     """Multipliers by non-negative least squares, or weights that show 0 in the hull of the rows."""
-    values, vectors = np.linalg.eigh(program.cosines)
-    kept = values > _SPECTRUM_CUT * values[-1]
-    factor = vectors[:, kept] * np.sqrt(values[kept])
+    factor = _factor(program.cosines)
     violations = program.violations
     scale = float(violations.max())
     matrix = np.vstack([factor.T, violations / scale])
@@ -360,3 +362,10 @@ def _least_distance(program: Program) -> tuple[Floats, Floats | None]:
     if remainder <= _CORRECTION_LIMIT**-2:
         return np.zeros_like(violations), u / u.sum()
     return scale * u / remainder, None
+
+
+def _factor(cosines: Floats) -> Floats:
+    """S of full column rank with K = S S', shape (m, rank): the rows in coordinates of their own span."""
+    values, vectors = np.linalg.eigh(cosines)
+    kept = values > _SPECTRUM_CUT * values[-1]
+    return np.asarray(vectors[:, kept] * np.sqrt(values[kept]))

@@ -1,0 +1,1 @@
+"""ServerApp of FedPCD: run configuration, evaluation, results on disk and the closing report."""

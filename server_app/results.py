@@ -1,0 +1,470 @@
+"""What a run leaves on disk, written while it goes on: one folder per strategy (docs/results.md)."""
+
+from __future__ import annotations
+
+import csv
+import importlib.metadata
+import io
+import json
+import math
+import os
+import platform
+import re
+import time
+from collections import Counter, defaultdict
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import numpy as np
+from safetensors.numpy import save as save_safetensors
+
+from client_app.config import ConfigError
+from server_app.fairness import Fairness, fairness
+from strategies.protocol import ACCURACY, LOSS, NUM_EXAMPLES
+from strategies.rules import client_order
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from types import TracebackType
+
+    from flwr.app import ArrayRecord
+
+    from strategies.reports import Rejection, RoundReport
+
+__all__ = [
+    "CLIENTS",
+    "CONFIG",
+    "MODEL",
+    "REJECTIONS",
+    "ROUNDS",
+    "SCHEMA_VERSION",
+    "SUMMARY",
+    "ResultsWriter",
+    "default_run_name",
+    "new_run_folder",
+    "versions",
+]
+
+SCHEMA_VERSION: Final = 1
+"""Version of the format; a change that breaks a reader raises it."""
+
+CONFIG: Final = "config.json"
+ROUNDS: Final = "rounds.jsonl"
+CLIENTS: Final = "clients.csv"
+REJECTIONS: Final = "rejections.jsonl"
+MODEL: Final = "model.safetensors"
+SUMMARY: Final = "summary.json"
+
+_CLIENT_COLUMNS = ("round", "client_id", "accuracy", "loss", "num_examples")
+_AVERAGED_EVALUATIONS = 10
+_AVERAGED_METRICS = ("mean", "sigma-c", "worst-10", "best-10", "jain")
+_PACKAGES = ("fedpcd", "flwr", "torch", "numpy", "proxsuite")
+_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+def default_run_name(dataset: str, strategy: str, seed: int) -> str:
+    """Name a run after what it runs and when.
+
+    Parameters
+    ----------
+    dataset, strategy : str
+        Names as in the run config.
+    seed : int
+        The run's seed.
+
+    Returns
+    -------
+    str
+        ``<dataset>-<strategy>-seed<seed>-<UTC time>``, e.g. ``digits-fedpcd-seed0-20260131T154500Z``.
+    """
+    return f"{dataset}-{strategy}-seed{seed}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
+
+
+def new_run_folder(results_dir: Path, run_name: str, *, automatic: bool = False) -> Path:
+    """Create the folder of one run; an existing one is never touched.
+
+    Parameters
+    ----------
+    results_dir : Path
+        Absolute folder of all runs; created if missing.
+    run_name : str
+        Name of the new folder in it.
+    automatic : bool
+        True when the name was made by `default_run_name`: two runs in one second then get ``-2``, ``-3``, ...
+
+    Returns
+    -------
+    Path
+        The new, empty folder.
+
+    Raises
+    ------
+    ConfigError
+        If the name is no plain folder name, is taken, or the folder cannot be created; names the run-config
+        key.
+    """
+    if not _RUN_NAME.fullmatch(run_name):
+        raise ConfigError(
+            f"run-name={run_name!r} is no folder name: use letters, digits, '.', '_' and '-', "
+            "starting with a letter or digit"
+        )
+    try:
+        results_dir.mkdir(parents=True, exist_ok=True)
+        return _new_folder(results_dir, run_name, automatic=automatic)
+    except FileExistsError as error:
+        if not results_dir.is_dir():
+            raise ConfigError(f"results-dir={str(results_dir)!r} is a file: give a folder") from error
+        raise ConfigError(
+            f"run-name={run_name!r} is taken: {results_dir / run_name} exists and results are never "
+            "overwritten; choose another run-name, or leave it empty for a name with the time"
+        ) from error
+    except OSError as error:
+        raise ConfigError(
+            f"results-dir={str(results_dir)!r} is unusable: {error}; give a folder that this process may write to"
+        ) from error
+
+
+def _new_folder(results_dir: Path, name: str, *, automatic: bool) -> Path:
+    """Create the folder; a taken name that the clock made gets a number."""
+    for candidate in (name, *(f"{name}-{number}" for number in range(2, 100) if automatic)):
+        with suppress(FileExistsError):
+            (results_dir / candidate).mkdir()
+            return results_dir / candidate
+    raise FileExistsError(name)
+
+
+def versions() -> dict[str, str | None]:
+    """Find the versions of what decides the numbers.
+
+    Returns
+    -------
+    dict
+        Version by package name, and of Python; None for a package that is not installed (``fedpcd`` itself,
+        where Flower runs the app from its bundle).
+    """
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+class ResultsWriter:
+    """Writes the results of one strategy's run, each as soon as it is known.
+
+    A round's line is on disk when the round is aggregated, and is completed when the round is evaluated, so a
+    run that dies keeps everything up to that moment. Use it as a context manager: an exception that passes
+    through it is recorded in the summary, with status ``failed``.
+
+    Parameters
+    ----------
+    folder : Path
+        Folder to create for this strategy; it must not exist.
+    config : mapping
+        What the run was made of; written as given, plus schema version, package versions and starting time.
+        Its ``strategy`` and ``client-ids`` are used here too.
+
+    Raises
+    ------
+    FileExistsError
+        If the folder exists.
+    """
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        folder.mkdir(parents=True)
+        self.folder = folder
+        self._strategy = str(config["strategy"])
+        self._client_ids = tuple(str(client) for client in config["client-ids"])
+        self._started = time.perf_counter()
+        self._rounds: dict[int, dict[str, Any]] = {}
+        self._rejections: dict[str, Counter[str]] = {"train": Counter(), "evaluate": Counter()}
+        self._finished = False
+        write_json(
+            folder / CONFIG,
+            {
+                "schema-version": SCHEMA_VERSION,
+                "started": datetime.now(UTC).isoformat(timespec="seconds"),
+                "versions": versions(),
+                **config,
+            },
+        )
+        self._rounds_file = (folder / ROUNDS).open("wb")
+        self._rejections_file = (folder / REJECTIONS).open("wb")
+        self._clients_file = (folder / CLIENTS).open("wb")
+        self._last_line = 0
+        self._append(self._clients_file, _csv_line(_CLIENT_COLUMNS))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for file in (self._rounds_file, self._rejections_file, self._clients_file):
+            file.close()
+        if not self._finished:
+            reason = "the run ended early" if error is None else f"{type(error).__name__}: {error}"
+            write_json(self.folder / SUMMARY, self._summary("failed", reason))
+
+    def record_round(self, report: RoundReport) -> None:
+        """Write a round's line and its rejections.
+
+        Parameters
+        ----------
+        report : RoundReport
+            The strategy's account of the round; rounds come in increasing order.
+        """
+        self._write_line(
+            {
+                "round": report.round,
+                "cohort": report.cohort,
+                "accepted": report.accepted,
+                "rejected": len(report.rejections),
+                "skipped": report.skipped,
+                "diagnostics": report.diagnostics,
+                "train": _summarise_training(report.train_metrics),
+                "seconds": report.seconds,
+                "evaluation": None,
+            }
+        )
+        self.record_rejections(report.round, "train", report.rejections)
+
+    def record_rejections(self, server_round: int, phase: str, rejections: Iterable[Rejection]) -> None:
+        """Write who was rejected, and why.
+
+        Parameters
+        ----------
+        server_round : int
+            The round.
+        phase : {"train", "evaluate"}
+            What the client was asked for.
+        rejections : iterable of Rejection
+            One per client.
+        """
+        for rejection in rejections:
+            self._rejections[phase][rejection.kind] += 1
+            record = {
+                "round": server_round,
+                "phase": phase,
+                "client_id": rejection.client_id,
+                "kind": rejection.kind,
+                "reason": rejection.reason,
+            }
+            self._append(self._rejections_file, _json_line(record))
+
+    def record_evaluation(self, server_round: int, metrics: Mapping[str, Mapping[str, float]]) -> Fairness | None:
+        """Write each client's test metrics and complete the round's line with the fairness metrics.
+
+        Parameters
+        ----------
+        server_round : int
+            The round; 0 is the initial model.
+        metrics : mapping of str to mapping
+            By client id: accuracy, loss and number of examples, under the protocol's names. Clients of the
+            roster that are absent here are named in the line.
+
+        Returns
+        -------
+        Fairness or None
+            The fairness metrics over the clients that are present; None if there is none.
+        """
+        rows = []
+        for client in sorted(metrics, key=client_order):
+            values = metrics[client]
+            row = (
+                server_round,
+                client,
+                float(values[ACCURACY]),
+                float(values[LOSS]),
+                int(values[NUM_EXAMPLES]),
+            )
+            rows.append(_csv_line(row))
+        self._append(self._clients_file, b"".join(rows))
+
+        result = fairness({client: float(values[ACCURACY]) for client, values in metrics.items()}) if metrics else None
+        line = self._rounds.get(server_round) or _line_without_training(server_round)
+        if result is not None:
+            losses = [float(metrics[client][LOSS]) for client in sorted(metrics, key=client_order)]
+            line["evaluation"] = {
+                **result.as_json(),
+                "mean-loss": _mean(losses),
+                "missing-clients": [client for client in self._client_ids if client not in metrics],
+            }
+        self._write_line(line)
+        return result
+
+    def finish(self, arrays: ArrayRecord) -> dict[str, Any]:
+        """Write the final model and the summary.
+
+        Parameters
+        ----------
+        arrays : ArrayRecord
+            The final model.
+
+        Returns
+        -------
+        dict
+            The summary, as in ``summary.json``.
+        """
+        write_model(self.folder / MODEL, arrays)
+        summary = self._summary("completed", None)
+        write_json(self.folder / SUMMARY, summary)
+        self._finished = True
+        return summary
+
+    def _summary(self, status: str, error: str | None) -> dict[str, Any]:
+        trained = [line for server_round, line in self._rounds.items() if server_round > 0]
+        programs = Counter(line["diagnostics"].get("status", "none") for line in trained if not line["skipped"])
+        evaluated = [line for line in self._rounds.values() if line["evaluation"]]
+        last = evaluated[-1] if evaluated else None
+        return {
+            "schema-version": SCHEMA_VERSION,
+            "status": status,
+            "error": error,
+            "strategy": self._strategy,
+            "clients": len(self._client_ids),
+            "rounds": len(trained),
+            "skipped-rounds": sum(line["skipped"] for line in trained),
+            "programs": dict(sorted(programs.items())),
+            "infeasible-rounds": programs["infeasible"],
+            "uncertified-rounds": programs["uncertified"],
+            "rejections": _by_kind(self._rejections["train"]),
+            "evaluation-rejections": _by_kind(self._rejections["evaluate"]),
+            "evaluated-round": last["round"] if last else None,
+            "fairness": last["evaluation"] if last else None,
+            "fairness-last-evaluations": _average([line["evaluation"] for line in evaluated if line["round"] > 0]),
+            "seconds": time.perf_counter() - self._started,
+        }
+
+    def _write_line(self, line: dict[str, Any]) -> None:
+        """Append the round's line, or replace it where it is the last one."""
+        server_round = line["round"]
+        if server_round in self._rounds and server_round != max(self._rounds):
+            raise ValueError(f"round {server_round} is over: its line in {ROUNDS} cannot change any more")
+        encoded = _json_line(line)
+        if server_round in self._rounds:
+            self._rounds_file.seek(self._last_line)
+            self._rounds_file.truncate()
+        self._last_line = self._rounds_file.tell()
+        self._rounds[server_round] = line
+        self._append(self._rounds_file, encoded)
+
+    @staticmethod
+    def _append(file: io.BufferedWriter, content: bytes) -> None:
+        file.write(content)
+        file.flush()
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file at once: a reader sees the old file or the whole new one.
+
+    Parameters
+    ----------
+    path : Path
+        The file.
+    content : mapping
+        JSON-able; numbers that JSON cannot hold (NaN, infinities) become null.
+    """
+    text = json.dumps(_jsonable(content), indent=2, ensure_ascii=False, allow_nan=False)
+    _write_atomically(path, text.encode() + b"\n")
+
+
+def write_model(path: Path, arrays: ArrayRecord) -> None:
+    """Write a model as safetensors; names, shapes (0-dimensional ones too) and dtypes stay as they are.
+
+    Parameters
+    ----------
+    path : Path
+        The file.
+    arrays : ArrayRecord
+        The model. safetensors keeps no order, so the order of the names goes into the metadata, ``order``.
+    """
+    tensors = {name: np.asarray(array.numpy(), order="C") for name, array in arrays.items()}
+    metadata = {"order": json.dumps(list(tensors))}
+    _write_atomically(path, save_safetensors(tensors, metadata=metadata))
+
+
+def _write_atomically(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _json_line(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(_jsonable(content), ensure_ascii=False, allow_nan=False).encode() + b"\n"
+
+
+def _jsonable(value: Any) -> Any:
+    """Copy with JSON's types only; NaN and infinities become null. Other types fail in `json.dumps`."""
+    if isinstance(value, np.generic | np.ndarray):
+        value = value.tolist()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_jsonable(item) for item in value]
+    return value
+
+
+def _csv_line(values: Iterable[object]) -> bytes:
+    buffer = io.StringIO()
+    csv.writer(buffer, lineterminator="\n").writerow(values)
+    return buffer.getvalue().encode()
+
+
+def _line_without_training(server_round: int) -> dict[str, Any]:
+    """Build the line of the initial model, or of a round whose report never came."""
+    return {
+        "round": server_round,
+        "cohort": [],
+        "accepted": [],
+        "rejected": 0,
+        "skipped": False,
+        "diagnostics": {},
+        "train": {},
+        "seconds": {},
+        "evaluation": None,
+    }
+
+
+def _summarise_training(train_metrics: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+    """Summarise over the cohort: the examples in all, and mean, min and max of every other metric."""
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    for client in sorted(train_metrics, key=client_order):
+        for name, value in train_metrics[client].items():
+            values[name].append(float(value))
+    summary: dict[str, Any] = {name: _mean_min_max(found) for name, found in sorted(values.items())}
+    if NUM_EXAMPLES in values:
+        summary[NUM_EXAMPLES] = int(sum(values[NUM_EXAMPLES]))
+    return summary
+
+
+def _mean_min_max(values: list[float]) -> dict[str, float]:
+    return {"mean": _mean(values), "min": min(values), "max": max(values)}
+
+
+def _mean(values: list[float]) -> float:
+    return math.fsum(values) / len(values) if all(map(math.isfinite, values)) else math.nan
+
+
+def _average(evaluations: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Average the last evaluations: single rounds of FedAvg swing by more than methods differ."""
+    last = evaluations[-_AVERAGED_EVALUATIONS:]
+    if not last:
+        return None
+    return {"evaluations": len(last)} | {name: _mean([item[name] for item in last]) for name in _AVERAGED_METRICS}
+
+
+def _by_kind(counts: Counter[str]) -> dict[str, int]:
+    return {kind: counts[kind] for kind in ("error", "invalid", "silent")}
