@@ -14,6 +14,7 @@ import statistics
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, MetricRecord, RecordDict
@@ -45,7 +46,9 @@ def rounds(shapes: list[tuple[int, ...]], count: int) -> Iterator[tuple[int, dic
         replies = []
         for client in chosen:
             noise = generator.standard_normal(1000).astype(np.float32)
-            arrays = {n: a - np.resize(noise, a.shape) - groups[client % 10][i] for i, (n, a) in enumerate(theta.items())}
+            arrays = {
+                n: a - np.resize(noise, a.shape) - groups[client % 10][i] for i, (n, a) in enumerate(theta.items())
+            }
             replies.append(Reply(str(client), arrays, 100 + client))
         yield server_round, theta, replies
 
@@ -80,6 +83,21 @@ def flower_step(replies: list[Reply]) -> Callable[[], object]:
     return lambda: aggregate_arrayrecords(contents, "num-examples")
 
 
+def rule_step(
+    engine: Engine,
+    server_round: int,
+    theta: dict[str, np.ndarray],
+    replies: list[Reply],
+    cohort: list[str],
+    parts: dict[str, list[float]],
+) -> None:
+    """One whole step of a rule, replies in, new model out; collects what it says about itself."""
+    _, report = engine.aggregate(server_round, engine.model(theta), replies, cohort, 0.0)
+    for key, value in report.diagnostics.items():
+        if key.startswith(("seconds", "constraints")):
+            parts.setdefault(key, []).append(value)
+
+
 def whole_steps(console: Console, name: str, repeat: int) -> None:
     """Print every rule's step against Flower's."""
     engines = {method: Engine(rule(), Options()) for method, rule in RULES.items()}
@@ -94,13 +112,7 @@ def whole_steps(console: Console, name: str, repeat: int) -> None:
             peaks["flower"] = peak_bytes(plain) if server_round == WARM_UP + repeat else 0
         for method, engine in engines.items():
             cohort = [reply.client_id for reply in replies]
-
-            def step(engine: Engine = engine, cohort: list[str] = cohort) -> None:
-                _, report = engine.aggregate(server_round, engine.model(theta), replies, cohort, 0.0)
-                for key, value in report.diagnostics.items():
-                    if key.startswith(("seconds", "constraints")):
-                        parts.setdefault(key, []).append(value)
-
+            step = partial(rule_step, engine, server_round, theta, replies, cohort, parts)
             if not measured:
                 parts.clear()
             if server_round == WARM_UP + repeat:

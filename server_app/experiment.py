@@ -14,7 +14,7 @@ from server_app.config import ConfigError, ServerConfig
 from server_app.evaluation import ServerEvaluation, check_agreement, initial_arrays, usable_metrics
 from server_app.report import compare, make_console
 from server_app.results import ResultsWriter, default_run_name, new_run_folder
-from strategies import METHODS
+from strategies import METHODS, protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -152,6 +152,7 @@ class _Experiment:
                 initial_arrays=self.initial,
                 num_rounds=config.num_server_rounds,
                 timeout=config.round_timeout,
+                train_config=ConfigRecord({protocol.STRATEGY: name}),
                 evaluate_fn=run.evaluate,
             )
             if run.accepted == 0:

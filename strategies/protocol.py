@@ -23,6 +23,8 @@ SERVER_ROUND: Final = "server-round"
 """Config key (int): the round, counted from 1."""
 LOCAL_LEARNING_RATE: Final = "local-learning-rate"
 """Config key (float): the local learning rate of this round."""
+STRATEGY: Final = "strategy"
+"""Config key (str, optional): who trains. Clients keep a memory of their own for each, so that runs stay paired."""
 
 CLIENT_IDS: Final = "client-ids"
 """Roster key (list of str): the clients that the node serves."""

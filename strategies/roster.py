@@ -37,7 +37,7 @@ class Answer:
             If a key is missing or has an unusable value.
         """
         ids = record.get("client-ids")
-        names = ids.split(",") if isinstance(ids, str) else ids
+        names = [name for name in ids.split(",") if name] if isinstance(ids, str) else ids
         if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
             raise RosterError(f"'client-ids' must be a list of names, got {ids!r}")
         hosting = record.get("hosting")

@@ -115,3 +115,10 @@ def test_rounds_with_active_constraints_are_not_fedavg(tmp_path: Path) -> None:
     ours, theirs = in_process(tmp_path, "fedpcd"), in_process(tmp_path, "fedavg")
     assert any(d["constraints-active"] > 0 for d in diagnostics_of(ours))
     assert any(model_of(ours)[n].tobytes() != a.tobytes() for n, a in model_of(theirs).items())
+
+
+def test_strategies_of_one_run_start_from_clients_without_memory(tmp_path: Path) -> None:
+    folder = in_process(tmp_path, "fedpcd", compare_with="fedavg", fraction_train=1.0)
+    for method in ("fedavg", "fedpcd"):
+        lines = [json.loads(line) for line in (folder.parent / method / "rounds.jsonl").read_text().splitlines()]
+        assert [line["train"]["participations"]["max"] for line in lines if line["round"] > 0] == [1.0, 2.0, 3.0]

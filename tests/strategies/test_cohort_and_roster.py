@@ -96,3 +96,9 @@ def test_other_client_code_is_refused_with_the_usual_cause() -> None:
 def test_an_unusable_answer_names_the_key(record: dict, pattern: str) -> None:
     with pytest.raises(RosterError, match=pattern):
         Answer.parse(record)
+
+
+def test_a_node_without_clients_of_its_own_is_still_a_node() -> None:
+    for ids in ([], ""):
+        answer = Answer.parse({"client-ids": ids, "hosting": "logical", "num-partitions": 3})
+        assert answer.client_ids == ()

@@ -1,0 +1,1 @@
+"""A plain Flower project that uses FedPCD."""

@@ -1,0 +1,93 @@
+"""The ClientApp: Flower's Message API and its older API, answered by the same client."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+from client_app import client
+from client_app.client_state import PARTICIPATIONS
+from client_app.code_hash import code_hash
+from client_app.legacy_client import LegacyClient
+from strategies import protocol
+
+_LEGACY_TYPES: Final = ("get_properties", "get_parameters")
+_LEGACY_RECORDS: Final = ("fitins.parameters", "evaluateins.parameters")
+
+_legacy_app = ClientApp(client_fn=lambda context: LegacyClient(context).to_client())
+
+
+class DualApiClientApp(ClientApp):
+    """A ClientApp that passes messages of the older API on to a legacy client.
+
+    Flower lets one app serve either API; which of the two a message belongs to is plain from its type and records.
+    """
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        """Answer one message."""
+        if message.metadata.message_type in _LEGACY_TYPES or any(key in message.content for key in _LEGACY_RECORDS):
+            return _legacy_app(message, context)
+        return super().__call__(message, context)
+
+
+app = DualApiClientApp()
+
+
+@app.query()
+def query(message: Message, context: Context) -> Message:
+    """Say which clients this node serves, and from which source."""
+    roster = client.describe_node(context)
+    record = ConfigRecord(
+        {
+            protocol.CLIENT_IDS: list(roster.client_ids),
+            protocol.HOSTING: roster.hosting,
+            protocol.NUM_PARTITIONS: roster.num_partitions,
+            protocol.CODE_HASH: code_hash(),
+        }
+    )
+    return Message(RecordDict({protocol.ROSTER: record}), reply_to=message)
+
+
+@app.train()
+def train(message: Message, context: Context) -> Message:
+    """Train the received model on the training examples of the client that the message names."""
+    arrays, config = _content(message)
+    order, rate = client.read_order(config), client.read_learning_rate(config)
+    result = client.train_client(context, order, rate, arrays.to_torch_state_dict())
+    metrics = MetricRecord(
+        {
+            protocol.NUM_EXAMPLES: result.num_examples,
+            protocol.TRAIN_LOSS: result.train_loss,
+            PARTICIPATIONS: result.participations,
+        }
+    )
+    content = RecordDict({protocol.ARRAYS: ArrayRecord(result.state), protocol.METRICS: metrics})
+    return Message(content, reply_to=message)
+
+
+@app.evaluate()
+def evaluate(message: Message, context: Context) -> Message:
+    """Evaluate the received model on the test examples of the client that the message names."""
+    arrays, config = _content(message)
+    result = client.evaluate_client(context, client.read_order(config), arrays.to_torch_state_dict())
+    metrics = MetricRecord(
+        {
+            protocol.NUM_EXAMPLES: result.num_examples,
+            protocol.ACCURACY: result.accuracy,
+            protocol.LOSS: result.loss,
+        }
+    )
+    return Message(RecordDict({protocol.METRICS: metrics}), reply_to=message)
+
+
+def _content(message: Message) -> tuple[ArrayRecord, ConfigRecord]:
+    """Return a message's model and config, or say which record is missing."""
+    arrays, config = (message.content.get(name) for name in (protocol.ARRAYS, protocol.CONFIG))
+    if not isinstance(arrays, ArrayRecord) or not isinstance(config, ConfigRecord):
+        raise ValueError(
+            f"the message lacks an ArrayRecord {protocol.ARRAYS!r} or a ConfigRecord {protocol.CONFIG!r}; it holds: "
+            f"{', '.join(message.content) or 'nothing'}"
+        )
+    return arrays, config

@@ -1,0 +1,213 @@
+"""A client's work on one message, the same for both of Flower's APIs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import Context
+from torch import nn
+
+from client_app import client_state, hosting, streams
+from client_app.config import TaskConfig
+from client_app.data import load_dataset
+from client_app.models import build_model
+from client_app.partition import load_partition
+from client_app.training import TORCH_LOCK, evaluate, resolve_device, torch_seed, torch_threads, train_locally
+from strategies import protocol
+
+State = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a message asks of a client.
+
+    Parameters
+    ----------
+    client_id : str
+        The client that is meant.
+    server_round : int
+        Round, counted from 1 (0 for an evaluation before the first round).
+    strategy : str
+        Name of the strategy that trains; empty if the server does not say.
+    """
+
+    client_id: str
+    server_round: int
+    strategy: str = ""
+
+    @property
+    def memory(self) -> str:
+        """Name under which the client keeps what it remembers: strategies that run in turn do not share it."""
+        return f"{self.strategy}/{self.client_id}" if self.strategy else self.client_id
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingResult:
+    """A trained model (CPU tensors in state-dict order) and what is reported with it."""
+
+    state: dict[str, torch.Tensor]
+    num_examples: int
+    train_loss: float
+    participations: int
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """A model's performance on a client's own test examples."""
+
+    num_examples: int
+    accuracy: float
+    loss: float
+
+
+def describe_node(context: Context) -> hosting.Roster:
+    """Return the node's roster, after checking that the run's settings work on this node."""
+    task = TaskConfig.from_run_config(context.run_config)
+    resolve_device(task.device)
+    return hosting.read_roster(context.node_config, task.num_clients)
+
+
+def read_order(config: Mapping[str, Any]) -> Order:
+    """Read client id and round from a message's config.
+
+    Raises
+    ------
+    ValueError
+        If one is missing or of the wrong type; the text names the key.
+    """
+    client_id = _require(config, protocol.CLIENT_ID, str)
+    strategy = str(config.get(protocol.STRATEGY, ""))
+    return Order(client_id, _require(config, protocol.SERVER_ROUND, int), strategy)
+
+
+def read_learning_rate(config: Mapping[str, Any]) -> float:
+    """Read the round's local learning rate from a message's config.
+
+    Raises
+    ------
+    ValueError
+        If it is missing or not a finite number > 0.
+    """
+    rate = float(_require(config, protocol.LOCAL_LEARNING_RATE, float))
+    if not (math.isfinite(rate) and rate > 0):
+        raise ValueError(f"{protocol.LOCAL_LEARNING_RATE}={rate} in the message: expected a finite number > 0")
+    return rate
+
+
+def train_client(context: Context, order: Order, learning_rate: float, state: State) -> TrainingResult:
+    """Train the received model on a client's training examples.
+
+    Parameters
+    ----------
+    context : Context
+        The node's context; the client's own state in it is updated.
+    order : Order
+        Which client, which round.
+    learning_rate : float
+        The round's local learning rate.
+    state : Mapping
+        The received model's state dict.
+
+    Returns
+    -------
+    TrainingResult
+        Bit-identical for equal seed, round, client and model, whichever worker computes it.
+
+    Raises
+    ------
+    ValueError
+        If the node does not serve the client.
+    """
+    task, index = _task_and_index(context, order)
+    device = resolve_device(task.device)
+    examples = load_dataset(task).train_examples(load_partition(task).train[index])
+    images, labels = (tensor.to(device) for tensor in examples)
+    sequence = streams.client_sequence(task.seed, order.server_round, order.client_id)
+    with TORCH_LOCK, torch_threads(task.torch_threads), torch_seed(streams.integer_seed(sequence), device):
+        model = _model(task)
+        model.load_state_dict(state)
+        loss = train_locally(
+            model,
+            images,
+            labels,
+            learning_rate=learning_rate,
+            local_epochs=task.local_epochs,
+            batch_size=task.batch_size,
+            rng=np.random.default_rng(sequence),
+        )
+        trained = {name: value.detach().to("cpu", copy=True) for name, value in model.state_dict().items()}
+        participations = client_state.count_participation(context.state, order.memory)
+    return TrainingResult(trained, len(labels), loss, participations)
+
+
+def evaluate_client(context: Context, order: Order, state: State) -> EvaluationResult:
+    """Evaluate the received model on a client's own test examples.
+
+    Parameters
+    ----------
+    context : Context
+        The node's context.
+    order : Order
+        Which client, which round.
+    state : Mapping
+        The received model's state dict.
+
+    Returns
+    -------
+    EvaluationResult
+        Metrics in float64.
+
+    Raises
+    ------
+    ValueError
+        If the node does not serve the client.
+    """
+    task, index = _task_and_index(context, order)
+    device = resolve_device(task.device)
+    examples = load_dataset(task).test_examples(load_partition(task).test[index])
+    images, labels = (tensor.to(device) for tensor in examples)
+    with TORCH_LOCK, torch_threads(task.torch_threads):
+        model = _model(task)
+        model.load_state_dict(state)
+        accuracy, loss = evaluate(model, images, labels)
+    return EvaluationResult(len(labels), accuracy, loss)
+
+
+def initial_state(context: Context) -> State:
+    """Return the initial model of the run's seed, for servers that ask a client for it and for the arrays' names."""
+    return _initial_state(TaskConfig.from_run_config(context.run_config))
+
+
+@lru_cache(maxsize=1)
+def _initial_state(task: TaskConfig) -> State:
+    return MappingProxyType(build_model(task).state_dict())
+
+
+@lru_cache(maxsize=1)
+def _model(task: TaskConfig) -> nn.Module:
+    """Build the process's one model; its parameters are overwritten by every message."""
+    return build_model(task).to(resolve_device(task.device))
+
+
+def _task_and_index(context: Context, order: Order) -> tuple[TaskConfig, int]:
+    task = TaskConfig.from_run_config(context.run_config)
+    hosting.read_roster(context.node_config, task.num_clients).require(order.client_id)
+    return task, hosting.partition_index(context.node_config, order.client_id, task.num_clients)
+
+
+def _require(config: Mapping[str, Any], key: str, kind: type) -> Any:
+    if key not in config:
+        raise ValueError(f"the message's config lacks {key!r}: the server does not speak this app's protocol")
+    value = config[key]
+    allowed = (int, float) if kind is float else (kind,)
+    if isinstance(value, bool) or not isinstance(value, allowed):
+        raise ValueError(f"{key}={value!r} in the message is of type {type(value).__name__}: expected {kind.__name__}")
+    return value
