@@ -119,8 +119,8 @@ class Model:
                 return f"array {name!r} has shape {theirs.shape}, expected {own.shape}"
             if _kind(theirs) != _kind(own):
                 return f"array {name!r} has dtype {theirs.dtype}, expected a {own.dtype}-like one"
-            if theirs.dtype.kind == "f" and not np.isfinite(theirs).all():
-                return f"array {name!r} holds NaN or infinity"
+            if name in self.averaged and not np.isfinite(theirs).all():
+                return _not_finite(name)
             if name in self.averaged and fnmatchcase(name, _VARIANCE_PATTERN) and (theirs < 0).any():
                 return f"array {name!r} holds a negative variance"
         return None
@@ -128,7 +128,7 @@ class Model:
     def displacement(self, arrays: Arrays) -> Row:
         """``theta_t - theta_i`` as one row, shape (size,)."""
         row = np.empty(self.size, dtype=self.row_dtype)
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
             for name, span in self.spans.items():
                 own, theirs = self.arrays[name], arrays[name]
                 np.subtract(own, theirs, out=row[span].reshape(own.shape), dtype=self.row_dtype, casting="same_kind")
@@ -260,7 +260,9 @@ def _check(model: Model, reply: Reply) -> Accepted | Rejection:
         return Rejection(reply.client_id, "invalid", str(problem))
     row = model.displacement(reply.arrays)
     if not np.isfinite(row).all():
-        return Rejection(reply.client_id, "invalid", f"its update overflows {row.dtype}")
+        culprit = next((n for n in model.parameters if not np.isfinite(reply.arrays[n]).all()), None)
+        reason = f"its update overflows {row.dtype}" if culprit is None else _not_finite(culprit)
+        return Rejection(reply.client_id, "invalid", reason)
     buffers = {name: reply.arrays[name] for name in (*model.averaged, *model.counters)}
     count = float(reply.num_examples)  # type: ignore[arg-type]  # _count_problem made sure that it is a number
     return Accepted(reply.client_id, row, count, buffers, finite_metrics(reply.metrics))
@@ -297,6 +299,10 @@ def _too_long(accepted: Mapping[str, Accepted], norm_screen: float) -> list[tupl
         for client_id, length in norms.items()
         if length > norm_screen * median
     ]
+
+
+def _not_finite(name: str) -> str:
+    return f"array {name!r} holds NaN or infinity"
 
 
 def _kind(array: NDArray[Any]) -> str:

@@ -1,8 +1,8 @@
 """Norms, Gram matrices and weighted combinations of long rows, in float64 over blocks of parameters.
 
-Rows stay in the dtype in which they came; one block of columns at a time is copied to float64. Each row is
-multiplied by a power of two on the way, which is exact, so that squares neither overflow nor vanish: rows of size
-1e-150 give the same cosines as rows of size 1. BLAS runs on one thread here: sums are then the same on every
+Rows stay in the dtype in which they came; one block of columns at a time is copied to float64, whose range holds the
+squares of every smaller dtype. Float64 rows of extreme size are multiplied by a power of two on the way, which is exact,
+so that squares neither overflow nor vanish: rows of size 1e-150 give the same cosines as rows of size 1. BLAS runs on one thread here: sums are then the same on every
 machine size, and a block is too small to share.
 """
 
@@ -18,6 +18,8 @@ from .updates import Floats, Row
 
 _BUFFER_ELEMENTS = 1 << 19
 """Float64 elements of one block over all rows: 4 MiB, which stays in the cache."""
+_SAFE_EXPONENT = 300
+"""Sums of squares of float64 numbers between 2^-300 and 2^300 stay far inside the range."""
 _EXPONENT_LIMIT = 1000
 
 
@@ -40,14 +42,13 @@ def norm(row: Row) -> float:
     float
         The norm; NaN or infinity if the row holds either.
     """
-    largest = _largest(row)
-    if largest == 0.0 or not np.isfinite(largest):
-        return largest
-    scale = _inverse_power_of_two(largest)
+    scale = _row_scale(row)
     total = 0.0
     with blas().limit(limits=1, user_api="blas"):
         for low in range(0, row.size, _BUFFER_ELEMENTS):
-            block = row[low : low + _BUFFER_ELEMENTS] * np.float64(scale)
+            block = row[low : low + _BUFFER_ELEMENTS].astype(np.float64)
+            if scale != 1.0:
+                block *= scale
             total += float(block @ block)
     return float(np.sqrt(total) / scale)
 
@@ -73,8 +74,7 @@ def cosines(new: Sequence[Row], cached: Sequence[Row], cached_norms: Floats) -> 
     """
     rows = [*new, *cached]
     k = len(new)
-    sizes = [*(_largest(row) for row in new), *cached_norms.tolist()]
-    scales = np.array([_inverse_power_of_two(size) for size in sizes])
+    scales = np.array([*(_row_scale(row) for row in new), *(_scale_for(size) for size in cached_norms.tolist())])
     products = _scaled_products(rows, k, scales)
     scaled_norms = np.concatenate([np.sqrt(np.diag(products[:, :k])), cached_norms * scales[k:]])
     safe = np.where(scaled_norms > 0.0, scaled_norms, 1.0)
@@ -127,22 +127,23 @@ def _scaled_products(rows: Sequence[Row], k: int, scales: Floats) -> Floats:
             high = min(low + width, n)
             block = buffer[:, : high - low]
             for slot, row in enumerate(rows):
-                np.multiply(row[low:high], scales[slot], out=block[slot], dtype=np.float64)
+                block[slot] = row[low:high]
+                if scales[slot] != 1.0:
+                    block[slot] *= scales[slot]
             products += block[:k] @ block.T
     return products
 
 
-def _largest(row: Row) -> float:
-    if row.size == 0:
-        return 0.0
-    # max and min propagate NaN and need no temporary of the row's length, unlike abs.
-    return float(max(row.max(), -row.min(), key=_nan_first))
+def _row_scale(row: Row) -> float:
+    """A power of two that brings a row's entries into the safe range; 1 if they are there already."""
+    if row.dtype != np.float64 or row.size == 0:
+        return 1.0
+    # max and min need no temporary of the row's length, unlike abs.
+    return _scale_for(float(max(row.max(), -row.min())))
 
 
-def _nan_first(value: float) -> float:
-    return np.inf if np.isnan(value) else float(value)
-
-
-def _inverse_power_of_two(size: float) -> float:
-    exponent = int(np.frexp(size)[1]) if size > 0.0 else 0
+def _scale_for(size: float) -> float:
+    exponent = int(np.frexp(size)[1]) if np.isfinite(size) else 0
+    if abs(exponent) <= _SAFE_EXPONENT:
+        return 1.0
     return float(np.ldexp(1.0, -max(-_EXPONENT_LIMIT, min(exponent, _EXPONENT_LIMIT))))
