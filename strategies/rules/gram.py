@@ -1,9 +1,9 @@
 """Norms, Gram matrices and weighted combinations of long rows, in float64 over blocks of parameters.
 
 Rows stay in the dtype in which they came; one block of columns at a time is copied to float64, whose range holds the
-squares of every smaller dtype. Float64 rows of extreme size are multiplied by a power of two on the way, which is exact,
-so that squares neither overflow nor vanish: rows of size 1e-150 give the same cosines as rows of size 1. BLAS runs on one thread here: sums are then the same on every
-machine size, and a block is too small to share.
+squares of every smaller dtype. Float64 rows of extreme size are multiplied by a power of two on the way, which is
+exact, so that squares neither overflow nor vanish: rows of size 1e-150 give the same cosines as rows of size 1. BLAS
+runs on one thread here: sums are then the same on every machine size, and a block is too small to share.
 """
 
 from __future__ import annotations

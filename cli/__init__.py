@@ -1,0 +1,1 @@
+"""The ``fedpcd`` command: runs the app, compares finished runs, lists the methods."""

@@ -1,0 +1,211 @@
+"""A Flower SuperLink of our own: its own port and folders, gone without a trace when the run is over."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sysconfig
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from .app_folder import Value
+from .errors import RunError, UsageError
+from .run_config import to_toml
+
+CONNECTION = "fedpcd"
+"""Name of the connection in the private Flower configuration."""
+MARK = "FEDPCD_SUPERLINK"
+"""Environment variable by which every descendant of the SuperLink is found again."""
+
+
+class LocalSuperLink:
+    """Context manager around one ``flower-superlink`` in simulation mode.
+
+    Flower's shared local SuperLink outlives every command and keeps the folder, the environment and the
+    Python of whoever started it first. This one belongs to a single command: it runs in the app's folder, so
+    that Ray workers find this app's code, and on leaving the context it goes, with all processes that came
+    from it, Ray's included.
+
+    Parameters
+    ----------
+    app_folder : Path
+        The app; working directory of the SuperLink.
+    startup_timeout : float, default 60.0
+        Seconds to wait until the SuperLink answers.
+    """
+
+    def __init__(self, app_folder: Path, *, startup_timeout: float = 60.0) -> None:
+        self.app_folder = app_folder
+        self.startup_timeout = startup_timeout
+        self.mark = uuid.uuid4().hex
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> LocalSuperLink:
+        # Under /tmp whatever TMPDIR says: Ray's socket paths must stay below 107 characters.
+        self.folder = Path(tempfile.mkdtemp(prefix="fedpcd-", dir="/tmp"))
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def submit(self, run_config: Mapping[str, Value], *, nodes: int, cpus_per_client: int) -> int:
+        """Start a run of the app and return its run id.
+
+        Raises
+        ------
+        RunError
+            If Flower refuses the run.
+        """
+        file = self.folder / "run-config.toml"
+        file.write_text(to_toml(run_config), encoding="utf-8")
+        federation = f"num-supernodes={nodes} client-resources-num-cpus={cpus_per_client}"
+        command = ["run", str(self.app_folder), CONNECTION, "--federation-config", federation]
+        answer = self._ask(*command, *(["--run-config", str(file)] if run_config else []))
+        return int(answer["run-id"])
+
+    def stream(self, run_id: int) -> None:
+        """Print the run's log as it grows; returns when the run has ended."""
+        command = [self._tool("flwr"), "log", str(run_id), CONNECTION, "--stream"]
+        subprocess.run(command, env=self._env, check=True)
+
+    def outcome(self, run_id: int) -> tuple[str, str]:
+        """Status of the run, e.g. ``finished:completed``, and Flower's words about it."""
+        run = self._ask("ls", CONNECTION, "--run-id", str(run_id))["runs"][0]
+        return str(run["status"]), str(run.get("status-details") or "")
+
+    def _start(self) -> None:
+        self.port = _free_port()
+        self._env = self._environment()
+        self._configure_flower()
+        log = self.folder / "superlink.log"
+        command = [self._tool("flower-superlink"), "--insecure", "--simulation", "--isolation", "subprocess"]
+        command += ["--host", "127.0.0.1", "--port", str(self.port)]
+        with log.open("wb") as sink:
+            self._process = subprocess.Popen(
+                command,
+                cwd=self.app_folder,
+                env=self._env,
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C reaches this command only, which then ends the rest in order
+            )
+        deadline = time.monotonic() + self.startup_timeout
+        while not _answers(self.port):
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                tail = log.read_text(encoding="utf-8", errors="replace")[-2000:]
+                raise RunError(f"the local SuperLink did not start:\n{tail}")
+            time.sleep(0.1)
+
+    def _environment(self) -> dict[str, str]:
+        env = dict(os.environ)
+        env[MARK] = self.mark
+        # The SuperLink starts its helpers by name: this environment's scripts come first, activated or not.
+        env["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), env.get("PATH", "")])
+        env["FLWR_HOME"] = str(self.folder / "flwr")
+        env["FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"] = "1"
+        env["FLWR_DISABLE_UPDATE_CHECK"] = "1"
+        env["FLWR_TELEMETRY_ENABLED"] = "0"
+        env["TMPDIR"] = env["RAY_TMPDIR"] = str(self.folder)  # whatever a killed process leaves goes with it
+        env["RAY_USAGE_STATS_ENABLED"] = "0"
+        env["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"  # workers see the GPU, if `device` wants it
+        env["PYTHONUNBUFFERED"] = "1"  # progress arrives line by line, also through a pipe
+        direct = [*filter(None, [env.get("NO_PROXY")]), "127.0.0.1", "localhost"]
+        env["NO_PROXY"] = env["no_proxy"] = ",".join(direct)
+        return env
+
+    def _configure_flower(self) -> None:
+        home = self.folder / "flwr"
+        home.mkdir()
+        text = f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\n'
+        text += f'address = "127.0.0.1:{self.port}"\ninsecure = true\n'
+        (home / "config.toml").write_text(text, encoding="utf-8")
+
+    def _tool(self, name: str) -> str:
+        found = shutil.which(name, path=self._env["PATH"])
+        if found is None:
+            raise UsageError(f"the command {name} is not installed: pip install 'fedpcd[app]'")
+        return found
+
+    def _ask(self, *arguments: str) -> dict[str, Any]:
+        """Run a ``flwr`` command, return its JSON answer (the exit code is 0 even if it failed)."""
+        command = [self._tool("flwr"), *arguments, "--format", "json"]
+        done = subprocess.run(command, env=self._env, capture_output=True, text=True, check=False)
+        try:
+            answer: dict[str, Any] = json.loads(done.stdout[done.stdout.index("{") :])
+        except ValueError:
+            raise RunError(f"flwr {arguments[0]} answered:\n{done.stdout}{done.stderr}") from None
+        if not answer.get("success", False):
+            raise RunError(str(answer.get("error-message") or answer.get("error") or answer))
+        return answer
+
+    def close(self) -> None:
+        """End the SuperLink and everything that came from it; remove its folder."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=3.0)
+            self._kill_descendants()
+            self._process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _kill_descendants(self) -> None:
+        """Kill what is left: Flower and Ray detach their helpers, so the group does not hold them all."""
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        for _ in range(50):
+            left = marked_processes(self.mark)
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            if not left:
+                return
+            time.sleep(0.1)
+
+
+def marked_processes(mark: str, variable: str = MARK) -> list[int]:
+    """Ids of the processes with `mark` in an environment variable; empty where there is no ``/proc``."""
+    entry = f"{variable}={mark}".encode()
+    found = []
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if entry in environ.read_bytes().split(b"\0"):
+                found.append(int(environ.parent.name))
+    return found
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _answers(port: int) -> bool:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=1.0)
+    try:
+        connection.request("GET", "/health")
+        return 200 <= connection.getresponse().status < 300
+    except OSError:
+        return False
+    finally:
+        connection.close()

@@ -1,0 +1,29 @@
+"""The README says what the project declares."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def run_config_table():
+    """One row per declared key: its default and its comment in pyproject.toml."""
+    text = (ROOT / "pyproject.toml").read_text()
+    table = text.partition("[tool.flwr.app.config]\n")[2].partition("\n\n")[0]
+    rows = re.findall(r"^([a-z-]+) = (\S+) +# (.+)$", table, flags=re.MULTILINE)
+    assert len(rows) == len(tomllib.loads(text)["tool"]["flwr"]["app"]["config"])
+    return "\n".join(f"| `{key}` | `{value}` | {comment.replace('|', 'or')} |" for key, value, comment in rows)
+
+
+def test_every_run_config_key_stands_in_the_readme_with_its_default_and_meaning():
+    assert run_config_table() in README, "replace the table by:\n" + run_config_table()
+
+
+def test_links_to_files_lead_somewhere():
+    links = re.findall(r"\]\(([^)#:]+)\)", README)
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
