@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint clean
+.PHONY: help demo test lint lowest clean
 
 help: ## show the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -23,8 +23,18 @@ lint: $(VENV)/.dev ## style and types only
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# pip would take the newest releases; the bounds are turned into pins instead. Needs the package index, unlike `test`.
+lowest: $(VENV)-lowest/.installed ## the library's tests with the oldest releases that pyproject.toml admits
+	$(VENV)-lowest/bin/python -m pytest -q -m "not slow" -p no:cacheprovider tests/strategies tests/cases
+
+$(VENV)-lowest/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-lowest
+	$(VENV)-lowest/bin/python -m pip install --quiet --disable-pip-version-check pytest pytest-timeout hypothesis daqp quadprog \
+	  $$($(PYTHON) -c 'import re, tomllib; print(*(re.sub(">=([0-9.]+).*", r"==\1", d) for d in tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"]))')
+	@touch $@
+
 clean: ## remove the virtual environment and everything generated, except results/
-	rm -rf $(VENV) build dist *.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-lowest build dist *.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps make a second call quick; a change of pyproject.toml installs again.

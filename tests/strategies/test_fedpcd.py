@@ -130,7 +130,8 @@ def test_incremental_gram_equals_one_from_scratch() -> None:
         latest.update({c: (server_round, row) for c, row in zip(ids, rows, strict=True)})
     kept = {c: row for c, (r, row) in latest.items() if 13 - r <= 4}
     assert set(state["history-clients"]) == set(kept)
-    units = np.stack([kept[c] / np.linalg.norm(kept[c].astype(float)) for c in state["history-clients"]])
+    exact = [kept[c].astype(float) for c in state["history-clients"]]
+    units = np.stack([row / np.linalg.norm(row) for row in exact])
     np.testing.assert_allclose(state["history-cosines"], units @ units.T, atol=1e-12)
 
 
