@@ -33,7 +33,8 @@ def run_simulation(app: AppFolder, changes: Mapping[str, Value], *, nodes: int |
     require_app_extra()
     nodes = nodes or default_nodes({**app.declared, **changes})
     with LocalSuperLink(app.path) as superlink:
-        run_id = superlink.submit(changes, nodes=nodes, cpus_per_client=cpus_per_client)
+        size = f"num-supernodes={nodes} client-resources-num-cpus={cpus_per_client}"
+        run_id = superlink.submit(changes, size)
         superlink.stream(run_id)
         status, details = superlink.outcome(run_id)
     if status != COMPLETED:

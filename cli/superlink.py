@@ -66,8 +66,15 @@ class LocalSuperLink:
     ) -> None:
         self.close()
 
-    def submit(self, run_config: Mapping[str, Value], *, nodes: int, cpus_per_client: int) -> int:
+    def submit(self, run_config: Mapping[str, Value], federation: str = "") -> int:
         """Start a run of the app and return its run id.
+
+        Parameters
+        ----------
+        run_config : mapping
+            Changed run-config keys.
+        federation : str
+            Flower's ``--federation-config``: the size of a simulation.
 
         Raises
         ------
@@ -76,8 +83,9 @@ class LocalSuperLink:
         """
         file = self.folder / "run-config.toml"
         file.write_text(to_toml(run_config), encoding="utf-8")
-        federation = f"num-supernodes={nodes} client-resources-num-cpus={cpus_per_client}"
-        command = ["run", str(self.app_folder), CONNECTION, "--federation-config", federation]
+        command = ["run", str(self.app_folder), CONNECTION]
+        if federation:
+            command += ["--federation-config", federation]
         answer = self._ask(*command, *(["--run-config", str(file)] if run_config else []))
         return int(answer["run-id"])
 
@@ -96,11 +104,9 @@ class LocalSuperLink:
         self._env = self._environment()
         self._configure_flower()
         log = self.folder / "superlink.log"
-        command = [self._tool("flower-superlink"), "--insecure", "--simulation", "--isolation", "subprocess"]
-        command += ["--host", "127.0.0.1", "--port", str(self.port)]
         with log.open("wb") as sink:
             self._process = subprocess.Popen(
-                command,
+                self._command(),
                 cwd=self.app_folder,
                 env=self._env,
                 stdin=subprocess.DEVNULL,
@@ -114,6 +120,10 @@ class LocalSuperLink:
                 tail = log.read_text(encoding="utf-8", errors="replace")[-2000:]
                 raise RunError(f"the local SuperLink did not start:\n{tail}")
             time.sleep(0.1)
+
+    def _command(self) -> list[str]:
+        command = [self._tool("flower-superlink"), "--insecure", "--simulation", "--isolation", "subprocess"]
+        return [*command, "--host", "127.0.0.1", "--port", str(self.port)]
 
     def _environment(self) -> dict[str, str]:
         env = dict(os.environ)

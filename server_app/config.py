@@ -88,7 +88,7 @@ class ServerConfig:
     wait_for_nodes: float = 120.0
     results_dir: str = ""
     run_name: str = ""
-    norm_screen: float = 1000.0
+    norm_screen: float = 10.0
     hyper_parameters: dict[str, dict[str, Any]] = field(default_factory=lambda: _hyper_parameters({}))
 
     def __post_init__(self) -> None:

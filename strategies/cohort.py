@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 
 from .rules import client_order
 
-_STREAM = 0xC0407
-"""Keeps cohorts apart from every other use of the same seed."""
+Purpose = Literal["train", "evaluate"]
+
+_STREAMS: dict[Purpose, int] = {"train": 0xC0407, "evaluate": 0xE7A1}
+"""Keep cohorts apart from each other and from every other use of the same seed."""
 
 
-def draw(client_ids: Sequence[str], size: int, seed: int, server_round: int) -> tuple[str, ...]:
+def draw(
+    client_ids: Sequence[str], size: int, seed: int, server_round: int, purpose: Purpose = "train"
+) -> tuple[str, ...]:
     """Draw a round's cohort.
 
     Parameters
@@ -25,6 +30,8 @@ def draw(client_ids: Sequence[str], size: int, seed: int, server_round: int) -> 
         The experiment's seed, >= 0. The same seed gives every method the same cohorts.
     server_round : int
         The round, counted from 1.
+    purpose : {"train", "evaluate"}
+        Each has draws of its own: who evaluates shall not be who just trained.
 
     Returns
     -------
@@ -32,7 +39,7 @@ def draw(client_ids: Sequence[str], size: int, seed: int, server_round: int) -> 
         Distinct clients in stable order.
     """
     population = sorted(client_ids, key=client_order)
-    generator = np.random.default_rng(np.random.SeedSequence([_STREAM, seed, server_round]))
+    generator = np.random.default_rng(np.random.SeedSequence([_STREAMS[purpose], seed, server_round]))
     chosen = generator.choice(len(population), size=min(size, len(population)), replace=False)
     return tuple(population[i] for i in sorted(chosen.tolist()))
 

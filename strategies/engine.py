@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -9,10 +10,12 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from .replies import BUFFER_PATTERNS, Arrays, Model, Reply, refuse_secure_aggregation, screen, to_updates
+from .evaluation import weighted_means
+from .replies import BUFFER_PATTERNS, Accepted, Arrays, Model, Reply, are_individual, screen, to_updates
 from .reports import EvaluationReport, RoundReport
 from .rules import Rule, State
-from .rules.validation import check_choice, check_range
+from .rules.updates import Diagnostics
+from .rules.validation import check_choice, check_range, check_whole, is_real
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Options:
         The clients' local learning rate, sent to them as ``local-learning-rate`` with "ask". It matters to rules only
         when it changes over rounds or differs from the server's.
     norm_screen : float
-        Refuse updates longer than this many times the cohort's median length; 0: never.
+        Refuse updates longer than this many times both the cohort's median and the model itself; 0: never.
     buffer_patterns : tuple of str
         Shell patterns of array names that are statistics, averaged rather than directed.
     evaluate_every : int
@@ -50,7 +53,7 @@ class Options:
     code_hash: str | None = None
     wait_timeout: float = 300.0
     local_learning_rate: float | Callable[[int], float] = 1.0
-    norm_screen: float = 1000.0
+    norm_screen: float = 10.0
     buffer_patterns: tuple[str, ...] = BUFFER_PATTERNS
     evaluate_every: int = 1
     num_rounds: int | None = None
@@ -61,13 +64,22 @@ class Options:
         check_choice("client_ids", self.client_ids, ("node", "ask"))
         check_range("wait_timeout", self.wait_timeout, 0.0, float("inf"))
         check_range("norm_screen", self.norm_screen, 0.0, float("inf"))
-        check_range("evaluate_every", self.evaluate_every, 1, float("inf"))
-        check_range("seed", self.seed, 0, float("inf"))
+        check_whole("evaluate_every", self.evaluate_every, 1)
+        check_whole("seed", self.seed, 0)
+        if self.code_hash is not None and self.client_ids != "ask":
+            raise ValueError("code_hash needs client_ids='ask': otherwise nodes are not asked what they run")
+        if isinstance(self.buffer_patterns, str):  # type: ignore[unreachable]
+            raise ValueError(f"buffer_patterns must be a sequence of patterns, got the string {self.buffer_patterns!r}")
+        if not callable(self.local_learning_rate):
+            self.learning_rate(1)
 
     def learning_rate(self, server_round: int) -> float:
         """The local learning rate of a round."""
         rate = self.local_learning_rate
-        return float(rate(server_round) if callable(rate) else rate)
+        value = rate(server_round) if callable(rate) else rate
+        if not (is_real(value) and math.isfinite(value) and value > 0.0):
+            raise ValueError(f"local_learning_rate must be a finite number > 0, got {value!r} for round {server_round}")
+        return float(value)
 
     def evaluates(self, server_round: int) -> bool:
         """Whether a round ends with a federated evaluation."""
@@ -93,8 +105,12 @@ class Engine:
     def __init__(self, rule: Rule, options: Options) -> None:
         self.rule = rule
         self.options = options
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything: the next round is a run's first."""
         self.state: State = {}
-        self._seen_updates = False
+        self._individual = False
 
     def model(self, arrays: Arrays) -> Model:
         """The global model that is about to be sent."""
@@ -130,15 +146,7 @@ class Engine:
         """
         start = time.perf_counter()
         accepted, rejections = screen(model, replies, cohort, self.options.norm_screen)
-        arrays, diagnostics = None, {}
-        if accepted:
-            if self.rule.individual_updates and not self._seen_updates:
-                refuse_secure_aggregation(accepted)
-                self._seen_updates = True
-            updates = to_updates(accepted, server_round, self.options.learning_rate(server_round))
-            aggregate, self.state = self.rule.aggregate(updates, self.state)
-            arrays = model.moved(aggregate, accepted, updates.weights)
-            diagnostics = aggregate.diagnostics
+        arrays, diagnostics = self._apply(server_round, model, accepted) if accepted else (None, {})
         report = RoundReport(
             server_round,
             tuple(cohort),
@@ -153,15 +161,34 @@ class Engine:
             self.options.on_round(report)
         return arrays, report
 
+    def _apply(
+        self, server_round: int, model: Model, accepted: Sequence[Accepted]
+    ) -> tuple[dict[str, NDArray[Any]] | None, Diagnostics]:
+        if self.rule.individual_updates and not self._individual:
+            self._individual = are_individual(accepted)
+        updates = to_updates(accepted, server_round, self.options.learning_rate(server_round))
+        aggregate, state = self.rule.aggregate(updates, self.state)
+        try:
+            arrays = model.moved(aggregate, accepted, updates.weights)
+        except FloatingPointError as error:  # However it came about, a step out of range must not end the run.
+            return None, {**aggregate.diagnostics, "status": "overflow", "error": str(error)}
+        self.state = state
+        return arrays, aggregate.diagnostics
 
-def round_metrics(report: RoundReport, weights: dict[str, float]) -> dict[str, float]:
-    """A round in numbers: means of the clients' metrics, then how many counted, then the rule's own numbers."""
-    shared = set.intersection(*(set(m) for m in report.train_metrics.values())) if report.train_metrics else set()
-    total = sum(weights[c] for c in report.train_metrics)
-    result = {key: sum(weights[c] * m[key] for c, m in report.train_metrics.items()) / total for key in sorted(shared)}
+
+def round_metrics(report: RoundReport, weight_key: str) -> dict[str, float]:
+    """A round in numbers: means of the clients' metrics, how many counted, and the rule's own numbers.
+
+    Times are left out, so that two runs with one seed give the same numbers.
+    """
+    result: dict[str, float] = {}
+    if report.train_metrics:
+        weights = {client: metrics[weight_key] for client, metrics in report.train_metrics.items()}
+        result = weighted_means(report.train_metrics, weights)
+        del result[weight_key]
     result["clients-accepted"] = float(len(report.accepted))
     result["clients-rejected"] = float(len(report.rejections))
     for key, value in report.diagnostics.items():
-        if isinstance(value, int | float):
+        if isinstance(value, int | float) and not key.startswith("seconds"):
             result[key] = float(value)
     return result

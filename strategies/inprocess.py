@@ -51,7 +51,11 @@ class InProcessGrid(Grid):
     ) -> None:
         # Flower's Message constructor asks in whose name it is made.
         TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = _RUN_ID
-        configs = list(node_configs or ({"partition-id": i, "num-partitions": num_nodes} for i in range(num_nodes)))
+        configs = list(
+            [{"partition-id": i, "num-partitions": num_nodes} for i in range(num_nodes)]
+            if node_configs is None
+            else node_configs
+        )
         # Node ids are as arbitrary here as Flower's: nothing may depend on them.
         draws = np.random.default_rng().integers(1 << 62, 1 << 63, size=len(configs), dtype=np.uint64)
         self._client_app = client_app
@@ -100,8 +104,8 @@ class InProcessGrid(Grid):
         return self.pull_messages(self.push_messages(messages))
 
     def _answer(self, message: Message) -> Message | None:
-        context = self._contexts[message.metadata.dst_node_id]
         try:
+            context = self._contexts[message.metadata.dst_node_id]
             reply = self._intercept(message, context) if self._intercept is not None else None
             if reply is self.SILENT:
                 return None

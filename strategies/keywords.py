@@ -13,26 +13,27 @@ from .rules import Rule
 Base = TypeVar("Base")
 
 
-def signature(rule_class: type[Rule], flower_class: type) -> inspect.Signature:
+def signature(rule_class: type[Rule], flower_class: type, *more: inspect.Parameter) -> inspect.Signature:
     """The signature that ``help()`` shows: keyword-only, in the order rule, options, Flower."""
     parameters: dict[str, inspect.Parameter] = {}
     own = [
         *inspect.signature(rule_class).parameters.values(),
         *inspect.signature(Options).parameters.values(),
+        *more,
     ]
     for parameter in (*own, *_flower_parameters(flower_class)):
         parameters.setdefault(parameter.name, parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
     return inspect.Signature(list(parameters.values()))
 
 
-def subclass(base: type[Base], rule_class: type[Rule], flower_class: type) -> type[Base]:
+def subclass(base: type[Base], rule_class: type[Rule], flower_class: type, *more: inspect.Parameter) -> type[Base]:
     """A strategy class for a rule, to be found in the package that `base` belongs to."""
     public = base.__module__.rpartition(".")[0] if base.__module__.endswith(".message") else base.__module__
     members = {
         "rule_class": rule_class,
         "__doc__": rule_class.__doc__,
         "__module__": public,
-        "__signature__": signature(rule_class, flower_class),
+        "__signature__": signature(rule_class, flower_class, *more),
     }
     return type(rule_class.__name__, (base,), members)
 

@@ -7,10 +7,11 @@ keys); without it the names are "0", "1", ..., and `buffer_patterns` refers to t
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Sequence
-from logging import INFO
-from typing import Any, ClassVar
+from logging import WARNING
+from typing import Any, ClassVar, TypeVar
 
 from flwr.common import (
     Code,
@@ -36,15 +37,18 @@ from flwr.server.strategy import FedAvg as FlowerFedAvg
 
 from . import cohort
 from .engine import Engine, round_metrics
+from .evaluation import evaluation_report, weighted_means
 from .keywords import split, subclass
-from .message import evaluation_report, last_line, log_rejections, weighted_means
-from .protocol import CLIENT_ID, LOCAL_LEARNING_RATE, NUM_EXAMPLES, OWN, SERVER_ROUND
+from .logs import last_line, log_rejections
+from .protocol import CLIENT_ID, LOCAL_LEARNING_RATE, LOSS, NUM_EXAMPLES, OWN, SERVER_ROUND
 from .replies import Arrays, Model, Reply
-from .roster import Answer, Roster, RosterError
+from .roster import Answer, Node, Roster, RosterError
 from .rules import RULES, Rule
 from .wrapping import refuse_privacy_wrapper
 
-_POLL_SECONDS = 0.5
+_DISCARDED = "not used: another client failed, and accept_failures is False"
+
+Result = TypeVar("Result", FitRes, EvaluateRes)
 
 
 class LegacyStrategy(FlowerFedAvg):
@@ -57,7 +61,7 @@ class LegacyStrategy(FlowerFedAvg):
         super().__init__(**flower)
         self.engine = Engine(rule, options)
         self.parameter_names = None if parameter_names is None else tuple(parameter_names)
-        self._roster = Roster()
+        self._roster = Roster(options.code_hash)
         self._model: Model | None = None
         self._asked: dict[str, _Client] = {}
         self._sent_at = 0.0
@@ -94,15 +98,16 @@ class LegacyStrategy(FlowerFedAvg):
         failures: list[tuple[ClientProxy, FitRes] | BaseException],
     ) -> tuple[Parameters | None, dict[str, Scalar]]:
         """Check the results and apply the rule; None leaves the model as it is."""
-        if self._model is None or (failures and not self.accept_failures):
-            return None, {}
+        if self._model is None:
+            raise RuntimeError("aggregate_fit was called without configure_fit, so what was sent is not known")
         waited = time.perf_counter() - self._sent_at
-        answers = [self._reply(_name(proxy), result) for proxy, result in results]
+        answers = [self._reply(_name(proxy), result) for proxy, result in (*results, *_refusals(failures))]
         answers += self._failed()
+        if failures and not self.accept_failures:
+            answers = [a if a.error is not None else Reply(a.client_id, error=_DISCARDED) for a in answers]
         arrays, report = self.engine.aggregate(server_round, self._model, answers, tuple(self._asked), waited)
         log_rejections("aggregate_fit", len(report.accepted), report.rejections)
-        counts = {_name(proxy): float(result.num_examples) for proxy, result in results}
-        metrics: dict[str, Scalar] = dict(round_metrics(report, counts))
+        metrics: dict[str, Scalar] = dict(round_metrics(report, NUM_EXAMPLES))
         if self.fit_metrics_aggregation_fn is not None:
             usable = [(r.num_examples, r.metrics) for p, r in results if _name(p) in report.train_metrics]
             metrics.update(self.fit_metrics_aggregation_fn(usable))
@@ -118,7 +123,7 @@ class LegacyStrategy(FlowerFedAvg):
         proxies = self._proxies(client_manager)
         clients = self._roster.client_ids
         size = cohort.size(self.fraction_evaluate, self.min_evaluate_clients, len(clients))
-        chosen = cohort.draw(clients, size, self.engine.options.seed, server_round)
+        chosen = cohort.draw(clients, size, self.engine.options.seed, server_round, "evaluate")
         config = self.on_evaluate_config_fn(server_round) if self.on_evaluate_config_fn is not None else {}
         self._asked = self._address(chosen, proxies)
         return [
@@ -138,10 +143,10 @@ class LegacyStrategy(FlowerFedAvg):
         answers = [
             Reply(
                 _name(proxy),
-                metrics={**result.metrics, "loss": float(result.loss), NUM_EXAMPLES: result.num_examples},
+                metrics={**result.metrics, LOSS: result.loss, NUM_EXAMPLES: result.num_examples},
                 error=_status_error(result),
             )
-            for proxy, result in results
+            for proxy, result in (*results, *_refusals(failures))
         ]
         report = evaluation_report(server_round, answers + self._failed(), tuple(self._asked), NUM_EXAMPLES)
         log_rejections("aggregate_evaluate", len(report.metrics), report.rejections)
@@ -149,12 +154,13 @@ class LegacyStrategy(FlowerFedAvg):
             self.engine.options.on_evaluation(report)
         if not report.metrics:
             return None, {}
-        means = weighted_means(report.metrics, NUM_EXAMPLES)
+        means = weighted_means(report.metrics, {c: m[NUM_EXAMPLES] for c, m in report.metrics.items()})
+        del means[NUM_EXAMPLES]
         metrics: dict[str, Scalar] = dict(means)
         if self.evaluate_metrics_aggregation_fn is not None:
             usable = [(r.num_examples, r.metrics) for p, r in results if _name(p) in report.metrics]
             metrics = self.evaluate_metrics_aggregation_fn(usable)
-        return means.get("loss"), metrics
+        return means.get(LOSS), metrics
 
     def _named(self, parameters: Parameters) -> Arrays:
         arrays = parameters_to_ndarrays(parameters)
@@ -163,38 +169,41 @@ class LegacyStrategy(FlowerFedAvg):
             raise ValueError(f"parameter_names has {len(names)} names, the model {len(arrays)} arrays")
         return dict(zip(names, arrays, strict=True))
 
-    def _proxies(self, client_manager: ClientManager) -> dict[int, ClientProxy]:
-        """Wait for the nodes, learn which clients they serve, and return their proxies by node id."""
-        deadline = time.monotonic() + self.engine.options.wait_timeout
-        needed = max(1, self.min_available_clients)
-        while True:
+    def _proxies(self, client_manager: ClientManager) -> dict[Node, ClientProxy]:
+        """Wait for the nodes, learn which clients they serve, and return their proxies."""
+        proxies: dict[Node, ClientProxy] = {}
+
+        def online() -> list[Node]:
             # num_available() makes Flower's manager look at the nodes now; all() alone lags behind.
             client_manager.num_available()
-            proxies = {_node(proxy): proxy for proxy in client_manager.all().values()}
-            for node in sorted(self._roster.update(proxies)):
-                self._ask(node, proxies[node])
-            self._roster.check_code(self.engine.options.code_hash)
-            missing = self._roster.missing(needed)
-            if missing is None:
-                return proxies
-            if time.monotonic() >= deadline:
-                waited = self.engine.options.wait_timeout
-                raise RosterError(f"after waiting for {waited:g} s (wait_timeout) {missing}")
-            time.sleep(_POLL_SECONDS)
+            proxies.clear()
+            proxies.update({str(proxy.cid): proxy for proxy in client_manager.all().values()})
+            return list(proxies)
 
-    def _ask(self, node: int, proxy: ClientProxy) -> None:
-        options = self.engine.options
-        if options.client_ids == "node":
-            self._roster.answers[node] = Answer((proxy.cid,), OWN, 0, options.code_hash)
-            return
+        def ask(nodes: list[Node], patience: float) -> dict[Node, Answer | RosterError]:
+            return {node: self._ask(proxies[node], patience) for node in nodes}
+
+        warnings = self._roster.wait(
+            online,
+            ask,
+            nodes=self.min_available_clients,
+            clients=self.min_fit_clients,
+            timeout=self.engine.options.wait_timeout,
+        )
+        for warning in warnings:
+            log(WARNING, warning)
+        return proxies
+
+    def _ask(self, proxy: ClientProxy, patience: float) -> Answer | RosterError:
+        if self.engine.options.client_ids == "node":
+            return Answer((str(proxy.cid),), OWN)
         try:
-            answer = proxy.get_properties(GetPropertiesIns({}), timeout=max(1.0, options.wait_timeout), group_id=0)
-            self._roster.answers[node] = Answer.parse(answer.properties)
+            answer = proxy.get_properties(GetPropertiesIns({}), timeout=patience, group_id=0)
+            return Answer.parse(answer.properties)
         except Exception as error:  # Whatever a node answers, it only counts as missing.
-            self._roster.silent[node] = last_line(str(error))
-            log(INFO, "node %s does not say which clients it serves: %s", node, self._roster.silent[node])
+            return RosterError(last_line(str(error)))
 
-    def _address(self, chosen: tuple[str, ...], proxies: dict[int, ClientProxy]) -> dict[str, _Client]:
+    def _address(self, chosen: tuple[str, ...], proxies: dict[Node, ClientProxy]) -> dict[str, _Client]:
         node_of = self._roster.node_of
         return {client: _Client(client, proxies[node_of[client]]) for client in chosen}
 
@@ -216,7 +225,8 @@ class LegacyStrategy(FlowerFedAvg):
         if len(arrays) != len(names):
             # Names beyond the model's make the count itself the reason for the rejection.
             names = [*names, *(f"array {i}" for i in range(len(names), len(arrays)))][: len(arrays)]
-        return Reply(client, dict(zip(names, arrays, strict=True)), result.num_examples, result.metrics)
+        metrics = {**result.metrics, NUM_EXAMPLES: result.num_examples}
+        return Reply(client, dict(zip(names, arrays, strict=True)), result.num_examples, metrics)
 
     def _failed(self) -> list[Reply]:
         return [Reply(c, error=client.failure) for c, client in self._asked.items() if client.failure is not None]
@@ -228,7 +238,6 @@ class _Client(ClientProxy):
     def __init__(self, client_id: str, proxy: ClientProxy) -> None:
         super().__init__(client_id)
         self.proxy = proxy
-        self.node_id = _node(proxy)
         self.failure: str | None = None
 
     def fit(self, ins: FitIns, timeout: float | None, group_id: int | None) -> FitRes:
@@ -264,8 +273,11 @@ def _name(proxy: ClientProxy) -> str:
     return str(proxy.cid)
 
 
-def _node(proxy: ClientProxy) -> int:
-    return int(getattr(proxy, "node_id", None) or int(proxy.cid))
+def _refusals(
+    failures: list[tuple[ClientProxy, Result] | BaseException],
+) -> list[tuple[ClientProxy, Result]]:
+    """Clients that answered with a status other than OK; Flower counts them among the failures."""
+    return [failure for failure in failures if isinstance(failure, tuple)]
 
 
 def _status_error(result: FitRes | EvaluateRes) -> str | None:
@@ -274,8 +286,10 @@ def _status_error(result: FitRes | EvaluateRes) -> str | None:
     return result.status.message or f"status {result.status.code.name}"
 
 
+_NAMES = inspect.Parameter("parameter_names", inspect.Parameter.KEYWORD_ONLY, default=None)
+
 METHODS: dict[str, type[LegacyStrategy]] = {
-    name: subclass(LegacyStrategy, rule, FlowerFedAvg) for name, rule in RULES.items()
+    name: subclass(LegacyStrategy, rule, FlowerFedAvg, _NAMES) for name, rule in RULES.items()
 }
 """Every strategy by its name in run-config; each is also an attribute of this module, e.g. ``FedPCD``."""
 

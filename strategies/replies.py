@@ -5,7 +5,8 @@ checked, and a reply that fails costs its sender the round, never the run.
 
 Arrays fall into three groups. *Parameters* (floating, not a buffer) make up the rows that rules see. *Averaged
 buffers* (floating statistics such as BatchNorm's running mean and variance) belong to no direction and are averaged
-with FedAvg's weights. *Counters* (integers and booleans) take the largest value. All keep their dtype and shape.
+with FedAvg's weights. *Counters* (integers and booleans) take the clients' lower median, which one client cannot drive
+away. All keep their dtype and shape.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ class Accepted:
 
     client_id: str
     row: Row
+    statistics: Row
     num_examples: float
     buffers: Arrays
     metrics: dict[str, float]
@@ -102,11 +104,9 @@ class Model:
         self.counters = [n for n in self.arrays if self.arrays[n].dtype.kind != "f"]
         if not any(self.arrays[n].size for n in self.parameters):
             raise ValueError("the model has no trainable floating-point parameter")
-        ends = np.cumsum([0, *(self.arrays[n].size for n in self.parameters)]).tolist()
-        self.spans = {n: slice(ends[i], ends[i + 1]) for i, n in enumerate(self.parameters)}
-        self.size: int = ends[-1]
+        self.spans, self.size = self._layout(self.parameters)
         # float16 is widened for arithmetic; float64 models keep their precision.
-        self.row_dtype = np.result_type(np.float32, *(self.arrays[n].dtype for n in self.parameters))
+        self.row_dtype = np.result_type(np.float32, *(self.arrays[n].dtype for n in floating))
 
     def problem(self, arrays: Arrays) -> str | None:
         """Why arrays cannot be a client's version of this model, or None if they can."""
@@ -119,23 +119,42 @@ class Model:
                 return f"array {name!r} has shape {theirs.shape}, expected {own.shape}"
             if _kind(theirs) != _kind(own):
                 return f"array {name!r} has dtype {theirs.dtype}, expected a {own.dtype}-like one"
-            if name in self.averaged and not np.isfinite(theirs).all():
-                return _not_finite(name)
             if name in self.averaged and fnmatchcase(name, _VARIANCE_PATTERN) and (theirs < 0).any():
                 return f"array {name!r} holds a negative variance"
         return None
 
     def displacement(self, arrays: Arrays) -> Row:
-        """``theta_t - theta_i`` as one row, shape (size,)."""
-        row = np.empty(self.size, dtype=self.row_dtype)
+        """``theta_t - theta_i`` as one row, shape (size,); not finite where the client's model is not."""
+        return self._difference(arrays, self.spans, self.size)
+
+    def statistics(self, arrays: Arrays) -> Row:
+        """The same for the averaged buffers."""
+        return self._difference(arrays, *self._layout(self.averaged))
+
+    def culprit(self, arrays: Arrays) -> str | None:
+        """Name of the first floating array that is not finite in the model's own dtype, or None."""
+        with np.errstate(over="ignore"):
+            for name in (*self.parameters, *self.averaged):
+                if not np.isfinite(arrays[name].astype(self.arrays[name].dtype)).all():
+                    return name
+        return None
+
+    def _layout(self, names: Sequence[str]) -> tuple[dict[str, slice], int]:
+        ends = np.cumsum([0, *(self.arrays[name].size for name in names)]).tolist()
+        return {name: slice(ends[i], ends[i + 1]) for i, name in enumerate(names)}, ends[-1]
+
+    def _difference(self, arrays: Arrays, spans: Mapping[str, slice], size: int) -> Row:
+        row = np.empty(size, dtype=self.row_dtype)
         with np.errstate(over="ignore", invalid="ignore"):
-            for name, span in self.spans.items():
-                own, theirs = self.arrays[name], arrays[name]
-                np.subtract(own, theirs, out=row[span].reshape(own.shape), dtype=self.row_dtype, casting="same_kind")
+            for name, span in spans.items():
+                own = self.arrays[name]
+                # In the model's own dtype, which is what the client's values would become.
+                theirs = arrays[name].astype(own.dtype, copy=False)
+                np.subtract(own, theirs, out=row[span].reshape(own.shape), dtype=self.row_dtype)
         return row
 
     def moved(self, aggregate: Aggregate, accepted: Sequence[Accepted], weights: Floats) -> dict[str, NDArray[Any]]:
-        """The next global model: parameters minus the step, statistics averaged, counters at their largest.
+        """The next global model: parameters minus the step, statistics averaged, counters at their median.
 
         Raises
         ------
@@ -155,8 +174,8 @@ class Model:
             stack = np.stack([reply.buffers[name].astype(np.float64) for reply in accepted])
             result[name] = np.asarray(np.tensordot(weights, stack, axes=1)).astype(self.arrays[name].dtype)
         for name in self.counters:
-            values = [reply.buffers[name].astype(self.arrays[name].dtype) for reply in accepted]
-            result[name] = np.asarray(np.max(np.stack(values), axis=0), dtype=self.arrays[name].dtype)
+            values = np.stack([reply.buffers[name].astype(self.arrays[name].dtype) for reply in accepted])
+            result[name] = np.asarray(np.sort(values, axis=0)[(len(accepted) - 1) // 2])
         return result
 
 
@@ -174,8 +193,9 @@ def screen(
     cohort : sequence of str
         Who was asked.
     norm_screen : float
-        An update longer than this many times the cohort's (lower) median of non-zero lengths is refused; 0 accepts
-        any length.
+        An update longer than this many times both the others' (lower) median of non-zero lengths and the length of
+        the global model itself is refused; 0 accepts any length. The median alone would not do: once most clients are
+        well served their updates are tiny, and it is the badly served ones that still move.
 
     Returns
     -------
@@ -199,8 +219,8 @@ def screen(
             else:
                 rejections[client_id] = outcome
     for client_id in expected - accepted.keys() - rejections.keys():
-        rejections[client_id] = Rejection(client_id, "silent", "did not answer before the round's deadline")
-    for client_id, reason in _too_long(accepted, norm_screen):
+        rejections[client_id] = silence(client_id)
+    for client_id, reason in _too_long(model, accepted, norm_screen).items():
         del accepted[client_id]
         rejections[client_id] = Rejection(client_id, "invalid", reason)
     return (
@@ -220,8 +240,8 @@ def to_updates(accepted: Sequence[Accepted], server_round: int, local_learning_r
     )
 
 
-def refuse_secure_aggregation(accepted: Sequence[Accepted]) -> None:
-    """Raise if the updates are evidently not individual ones.
+def are_individual(accepted: Sequence[Accepted]) -> bool:
+    """Whether the updates are evidently each client's own; False if that cannot be told yet.
 
     Under secure aggregation every row that reaches the strategy is the same sum.
 
@@ -231,12 +251,20 @@ def refuse_secure_aggregation(accepted: Sequence[Accepted]) -> None:
         If there are at least two updates, and all are the same non-zero row.
     """
     first = accepted[0].row
-    if len(accepted) > 1 and first.any() and all(np.array_equal(first, other.row) for other in accepted[1:]):
+    if any(not np.array_equal(first, other.row) for other in accepted[1:]):
+        return True
+    if len(accepted) > 1 and first.any():
         raise SecureAggregationError(
             f"all {len(accepted)} clients sent exactly the same update, as happens under secure aggregation "
             "(SecAgg, SecAgg+). This strategy needs each client's own update to protect it: remove the secure "
             "aggregation mod or workflow, and use local differential privacy if updates must be protected."
         )
+    return False
+
+
+def silence(client_id: str) -> Rejection:
+    """The rejection of a client that never answered."""
+    return Rejection(client_id, "silent", "did not answer before the round's deadline")
 
 
 def finite_metrics(metrics: Mapping[str, object]) -> dict[str, float]:
@@ -251,24 +279,25 @@ def finite_metrics(metrics: Mapping[str, object]) -> dict[str, float]:
 def _check(model: Model, reply: Reply) -> Accepted | Rejection:
     if reply.error is not None:
         return Rejection(reply.client_id, "error", reply.error)
-    problem = _count_problem(reply.num_examples)
+    problem = count_problem(reply.num_examples)
     if problem is None and reply.arrays is None:
         problem = "sent no arrays"
     if problem is None and reply.arrays is not None:
         problem = model.problem(reply.arrays)
     if problem is not None or reply.arrays is None:
         return Rejection(reply.client_id, "invalid", str(problem))
-    row = model.displacement(reply.arrays)
-    if not np.isfinite(row).all():
-        culprit = next((n for n in model.parameters if not np.isfinite(reply.arrays[n]).all()), None)
-        reason = f"its update overflows {row.dtype}" if culprit is None else _not_finite(culprit)
+    row, statistics = model.displacement(reply.arrays), model.statistics(reply.arrays)
+    if not (np.isfinite(row).all() and np.isfinite(statistics).all()):
+        culprit = model.culprit(reply.arrays)
+        reason = f"its update overflows {row.dtype}" if culprit is None else f"array {culprit!r} holds NaN or infinity"
         return Rejection(reply.client_id, "invalid", reason)
     buffers = {name: reply.arrays[name] for name in (*model.averaged, *model.counters)}
-    count = float(reply.num_examples)  # type: ignore[arg-type]  # _count_problem made sure that it is a number
-    return Accepted(reply.client_id, row, count, buffers, finite_metrics(reply.metrics))
+    count = float(reply.num_examples)  # type: ignore[arg-type]  # count_problem made sure that it is a number
+    return Accepted(reply.client_id, row, statistics, count, buffers, finite_metrics(reply.metrics))
 
 
-def _count_problem(value: object) -> str | None:
+def count_problem(value: object) -> str | None:
+    """Why a number of examples cannot be used, or None if it can."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return f"num-examples must be a number > 0, got {value!r}"
     if not _is_finite(value) or not 0 < value <= _MOST_EXAMPLES:
@@ -283,26 +312,25 @@ def _is_finite(value: int | float) -> bool:
         return False
 
 
-def _too_long(accepted: Mapping[str, Accepted], norm_screen: float) -> list[tuple[str, str]]:
-    if norm_screen <= 0.0 or len(accepted) < 2:
-        return []
-    norms = {client_id: norm(reply.row) for client_id, reply in accepted.items()}
-    lengths = sorted(length for length in norms.values() if length > 0.0)
-    if not lengths:
-        return []
-    median = lengths[(len(lengths) - 1) // 2]
-    return [
-        (
-            client_id,
-            f"its update is {length / median:.3g} times as long as the cohort's median (limit {norm_screen:g})",
-        )
-        for client_id, length in norms.items()
-        if length > norm_screen * median
-    ]
-
-
-def _not_finite(name: str) -> str:
-    return f"array {name!r} holds NaN or infinity"
+def _too_long(model: Model, accepted: Mapping[str, Accepted], norm_screen: float) -> dict[str, str]:
+    if norm_screen <= 0.0:
+        return {}
+    refused: dict[str, str] = {}
+    updates = {client_id: reply.row for client_id, reply in accepted.items()}
+    statistics = {client_id: reply.statistics for client_id, reply in accepted.items()}
+    for what, rows, names in (("update", updates, model.parameters), ("statistics", statistics, model.averaged)):
+        lengths = {client_id: norm(row) for client_id, row in rows.items()}
+        own = math.hypot(*(norm(model.arrays[name].astype(model.row_dtype).ravel()) for name in names))
+        for client_id, length in lengths.items():
+            # Its own length is left out of the median, so that nobody vouches for himself in a small cohort.
+            moving = sorted(other for c, other in lengths.items() if c != client_id and other > 0.0)
+            median = moving[(len(moving) - 1) // 2] if moving else 0.0
+            if length > norm_screen * max(median, own) > 0.0:
+                refused[client_id] = (
+                    f"its {what} has length {length:.3g}, more than {norm_screen:g} times the others' median "
+                    f"{median:.3g} and the model's own length {own:.3g} (norm-screen)"
+                )
+    return refused
 
 
 def _kind(array: NDArray[Any]) -> str:

@@ -1,16 +1,34 @@
-"""Who can take part: clients by their stable ids, and the nodes that serve them. Knows nothing of Flower."""
+"""Who can take part: clients by their stable ids, and the nodes that serve them. Knows nothing of Flower.
+
+A node answers once which clients it serves. What it says is not trusted further than needed: a node whose answer does
+not fit the others' is left out with a reason, and never ends a run that is under way.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from .protocol import LOGICAL, OWN
+from .protocol import CLIENT_IDS, CODE_HASH, HOSTING, LOGICAL, NUM_PARTITIONS, OWN
 from .rules import client_order
+
+Node = int | str
+"""Flower's node id, or in the older API a client proxy's cid."""
+
+_POLL_SECONDS = 0.5
+_LATE_SECONDS = 30.0
+"""How long a round that could start waits for the answer of a node that joined late."""
+_LONGEST_ID = 200
+_MOST_PARTITIONS = 10**6
 
 
 class RosterError(RuntimeError):
     """The nodes that are needed did not connect, did not answer, or answered something unusable."""
+
+
+class CodeMismatchError(RosterError):
+    """A node runs other code than the server."""
 
 
 @dataclass(frozen=True)
@@ -19,8 +37,8 @@ class Answer:
 
     client_ids: tuple[str, ...]
     hosting: str
-    num_partitions: int
-    code_hash: str | None
+    num_partitions: int = 0
+    code_hash: str | None = None
 
     @staticmethod
     def parse(record: Mapping[str, object]) -> Answer:
@@ -36,39 +54,54 @@ class Answer:
         RosterError
             If a key is missing or has an unusable value.
         """
-        ids = record.get("client-ids")
+        ids = record.get(CLIENT_IDS)
         names = [name for name in ids.split(",") if name] if isinstance(ids, str) else ids
-        if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
-            raise RosterError(f"'client-ids' must be a list of names, got {ids!r}")
-        hosting = record.get("hosting")
+        if not isinstance(names, list) or not all(isinstance(n, str) and 0 < len(n) <= _LONGEST_ID for n in names):
+            raise RosterError(f"{CLIENT_IDS!r} must be a list of names of up to {_LONGEST_ID} characters")
+        hosting = record.get(HOSTING)
         if hosting not in (LOGICAL, OWN):
-            raise RosterError(f"'hosting' must be {LOGICAL!r} or {OWN!r}, got {hosting!r}")
-        partitions = record.get("num-partitions", 0)
-        if isinstance(partitions, bool) or not isinstance(partitions, int):
-            raise RosterError(f"'num-partitions' must be an integer, got {partitions!r}")
-        code_hash = record.get("code-hash")
-        return Answer(tuple(names), hosting, partitions, None if code_hash is None else str(code_hash))
+            raise RosterError(f"{HOSTING!r} must be {LOGICAL!r} or {OWN!r}, got {hosting!r}")
+        partitions = record.get(NUM_PARTITIONS, 0) if hosting == LOGICAL else 0
+        if isinstance(partitions, bool) or not isinstance(partitions, int) or not 0 <= partitions <= _MOST_PARTITIONS:
+            raise RosterError(f"{NUM_PARTITIONS!r} must be an integer in [0, {_MOST_PARTITIONS}], got {partitions!r}")
+        code_hash = record.get(CODE_HASH)
+        return Answer(tuple(names), str(hosting), partitions, None if code_hash is None else str(code_hash))
+
+
+Ask = Callable[[list[Node], float], Mapping[Node, Answer | RosterError]]
+"""Asks nodes which clients they serve, within so many seconds."""
 
 
 @dataclass
 class Roster:
     """What the server knows about nodes and clients.
 
+    Parameters
+    ----------
+    code_hash : str or None
+        What the nodes must run; None accepts anything.
+
     Attributes
     ----------
-    answers : dict of int to Answer
-        By node id.
-    silent : dict of int to str
-        Nodes that did not say what they serve, with the reason.
+    answers : dict of Node to Answer
+        Nodes that take part, in the order in which they joined.
+    silent : dict of Node to str
+        Nodes that do not, with the reason.
     """
 
-    answers: dict[int, Answer] = field(default_factory=dict)
-    silent: dict[int, str] = field(default_factory=dict)
+    code_hash: str | None = None
+    answers: dict[Node, Answer] = field(default_factory=dict)
+    silent: dict[Node, str] = field(default_factory=dict)
+    _complete: bool = False
 
     @property
-    def node_of(self) -> dict[str, int]:
-        """The node that serves each client; of two that claim the same one, the node that answered last."""
-        return {client: node for node, answer in self.answers.items() for client in answer.client_ids}
+    def node_of(self) -> dict[str, Node]:
+        """The node that serves each client; of two that claim the same one, the node that joined first."""
+        nodes: dict[str, Node] = {}
+        for node, answer in self.answers.items():
+            for client in answer.client_ids:
+                nodes.setdefault(client, node)
+        return nodes
 
     @property
     def client_ids(self) -> tuple[str, ...]:
@@ -80,40 +113,96 @@ class Roster:
         """Whether nodes are simulated ones that share the run's clients."""
         return any(answer.hosting == LOGICAL for answer in self.answers.values())
 
-    def update(self, online: Iterable[int]) -> set[int]:
-        """Forget nodes that are gone; return those that have not been asked yet."""
+    def wait(
+        self, online: Callable[[], Iterable[Node]], ask: Ask, *, nodes: int, clients: int, timeout: float
+    ) -> list[str]:
+        """Wait until enough nodes are ready, and learn which clients they serve.
+
+        Parameters
+        ----------
+        online : callable () -> iterable of Node
+            The nodes that are connected now.
+        ask : callable
+            See `Ask`.
+        nodes, clients : int
+            The least number of nodes and of clients. Of simulated nodes all must be there.
+        timeout : float
+            Seconds to wait for them.
+
+        Returns
+        -------
+        list of str
+            What is worth a warning: nodes that were left out since the last call, and clients claimed twice.
+
+        Raises
+        ------
+        CodeMismatchError
+            If a node runs other code, before the first round.
+        RosterError
+            If something is still missing after `timeout` seconds.
+        """
+        deadline = time.monotonic() + timeout
+        warnings: list[str] = []
+        while True:
+            new = self._forget_absent(online())
+            missing = self.missing(nodes, clients)
+            # Who did not answer is asked again only while somebody is missing.
+            questions = sorted(new if missing is None else new | self.silent.keys(), key=str)
+            if questions:
+                patience = max(1.0, deadline - time.monotonic() if missing else min(timeout, _LATE_SECONDS))
+                for node, answer in ask(questions, patience).items():
+                    warnings += self._take(node, answer)
+                missing = self.missing(nodes, clients)
+            if missing is None:
+                self._complete = True
+                return warnings
+            if time.monotonic() >= deadline:
+                raise RosterError(f"after waiting for {timeout:g} s (wait_timeout) {missing}")
+            time.sleep(_POLL_SECONDS)
+
+    def missing(self, nodes: int, clients: int = 0) -> str | None:
+        """What is missing before a round can start, in words; None if nothing is."""
+        needed = max(a.num_partitions for a in self.answers.values()) if self.logical else max(1, nodes)
+        reasons = "".join(f"\n  node {node}: {reason}" for node, reason in self.silent.items())
+        if len(self.answers) < needed:
+            ready = len(self.answers)
+            return f"{ready} of {needed} nodes are ready, {needed - ready} missing{reasons}"
+        if len(self.client_ids) < max(1, clients):
+            return f"{len(self.client_ids)} of {max(1, clients)} clients are reachable{reasons}"
+        return None
+
+    def _forget_absent(self, online: Iterable[Node]) -> set[Node]:
         nodes = set(online)
         for known in (self.answers, self.silent):
             for node in known.keys() - nodes:
                 del known[node]
         return nodes - self.answers.keys() - self.silent.keys()
 
-    def missing(self, needed: int) -> str | None:
-        """What is still missing before a round can start, in words; None if nothing is.
+    def _take(self, node: Node, answer: Answer | RosterError) -> list[str]:
+        objection = str(answer) if isinstance(answer, RosterError) else self._objection(node, answer)
+        if objection is not None or isinstance(answer, RosterError):
+            news = self.silent.get(node) != objection
+            self.silent[node] = str(objection)
+            return [f"node {node} does not take part: {objection}"] if news else []
+        self.silent.pop(node, None)
+        taken = sorted(set(answer.client_ids) & self.node_of.keys(), key=client_order)
+        self.answers[node] = answer
+        return [f"node {node} claims clients that another node serves already: {', '.join(taken)}"] if taken else []
 
-        Parameters
-        ----------
-        needed : int
-            The least number of nodes. Simulated nodes must all be there, else some clients would be unreachable.
-        """
-        needed = max([needed if not self.logical else 1, *(a.num_partitions for a in self.answers.values())])
-        if len(self.answers) >= needed:
-            return None
-        reasons = "".join(f"\n  node {node}: {reason}" for node, reason in sorted(self.silent.items()))
-        return f"{len(self.answers)} of {needed} nodes are ready, {needed - len(self.answers)} missing{reasons}"
-
-    def check_code(self, expected: str | None) -> None:
-        """Refuse nodes that run other code than the server.
-
-        Raises
-        ------
-        RosterError
-            Naming the node, with the usual cause and the remedy.
-        """
-        for node, answer in self.answers.items():
-            if expected is not None and answer.code_hash != expected:
-                raise RosterError(
-                    f"node {node} runs other client code (hash {answer.code_hash}) than this server (hash {expected}). "
-                    "Usually a SuperLink or SuperNode was started in another project's folder, or with another version "
-                    "of this app: end that process and start it again."
-                )
+    def _objection(self, node: Node, answer: Answer) -> str | None:
+        if self.code_hash is not None and answer.code_hash != self.code_hash:
+            error = (
+                f"node {node} runs other client code (hash {answer.code_hash}) than this server (hash "
+                f"{self.code_hash}). Usually a SuperLink or SuperNode was started in another project's folder, or with "
+                "another version of this app: end that process and start it again."
+            )
+            if not self._complete:
+                raise CodeMismatchError(error)
+            return error
+        first = next(iter(self.answers.values()), answer)
+        if (answer.hosting, answer.num_partitions) != (first.hosting, first.num_partitions):
+            return (
+                f"it is one of {answer.num_partitions} {answer.hosting!r} nodes, the others of {first.num_partitions} "
+                f"{first.hosting!r} ones: all nodes need a client-id in their node-config, or none"
+            )
+        return None

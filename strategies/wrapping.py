@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
+from typing import NoReturn
 
 _PRIVACY_MODULES = (
     "flwr.serverapp.strategy.dp_",
     "flwr.server.strategy.dp",
     "flwr.server.strategy.dpfedavg_",
 )
+
+_DEPTH = 12
+"""Frames to look at: subclasses on either side may call on."""
 
 
 class CentralPrivacyError(RuntimeError):
@@ -26,11 +30,18 @@ def refuse_privacy_wrapper() -> None:
     CentralPrivacyError
         Naming the wrapper.
     """
-    caller = sys._getframe(2).f_locals.get("self")
-    module = type(caller).__module__
-    if module.startswith(_PRIVACY_MODULES):
-        raise CentralPrivacyError(
-            f"{type(caller).__name__} adds noise that is calibrated to an average of clipped updates; this strategy's "
-            "step is not such an average, so the privacy guarantee would be void. Remove the wrapper, and use local "
-            "differential privacy on the clients (flwr.clientapp.mod.LocalDpMod), which this strategy supports."
-        )
+    frame = sys._getframe(1).f_back
+    for _ in range(_DEPTH):
+        if frame is None:
+            return
+        caller, frame = frame.f_locals.get("self"), frame.f_back
+        if any(base.__module__.startswith(_PRIVACY_MODULES) for base in type(caller).__mro__):
+            _refuse(caller)
+
+
+def _refuse(wrapper: object) -> NoReturn:
+    raise CentralPrivacyError(
+        f"{type(wrapper).__name__} adds noise that is calibrated to an average of clipped updates; this strategy's "
+        "step is not such an average, so the privacy guarantee would be void. Remove the wrapper, and use local "
+        "differential privacy on the clients (flwr.clientapp.mod.LocalDpMod), which this strategy supports."
+    )

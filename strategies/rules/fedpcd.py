@@ -10,15 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .fedavg import averaging_step
-from .gram import combine, cosines
+from .gram import combine, cosines, norm
 from .history import History
 from .normalization import NORMALIZATIONS, observe, scales
-from .projection import PROXQP, Program, Solution, available_solvers, irreconcilable, relax, solve
+from .projection import HULL_RESOLUTION, PROXQP, Program, Solution, available_solvers, irreconcilable, relax, solve
 from .updates import Aggregate, Diagnostics, Floats, Row, State, Updates
-from .validation import check_choice, check_learning_rate, check_range
+from .validation import check_choice, check_learning_rate, check_range, check_whole
 
-_VANISHED = 1e-7
-"""Below this fraction of the lengths it is made of, a sum is rounding noise (its square is the float64 epsilon)."""
+_VANISHED = HULL_RESOLUTION
+"""Below this fraction of the lengths it is made of, a sum of rows is too short to have a direction."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,7 @@ class FedPCD:
 
     def __post_init__(self) -> None:
         check_range("tau", self.tau, 0.0, 1.0)
-        if isinstance(self.history_window, bool) or not isinstance(self.history_window, int) or self.history_window < 0:
-            raise ValueError(f"history_window must be a whole number of rounds >= 0, got {self.history_window!r}")
+        check_whole("history_window", self.history_window, 0)
         check_choice("normalization", self.normalization, NORMALIZATIONS)
         check_range("ema_beta", self.ema_beta, 0.0, 1.0 - 1e-9)
         if not isinstance(self.primary, bool):
@@ -114,23 +113,26 @@ class FedPCD:
         start = time.perf_counter()
         history = History.from_state(state).usable(updates.round, self.history_window, updates.client_ids)
         rows = _gather(updates, history)
-        averages = observe(state, updates.client_ids, rows.pseudo_gradient_norms[: rows.current], self.ema_beta)
+        averages = {}
+        if self.normalization == "ema":
+            averages = observe(state, updates.client_ids, rows.pseudo_gradient_norms[: rows.current], self.ema_beta)
         seconds_gram = time.perf_counter() - start
-        aggregate = self._decide(updates, rows, scales(averages, rows.client_ids))
+        aggregate = self._decide(updates, rows, averages)
         aggregate.diagnostics["seconds-gram"] = seconds_gram
-        remembered = rows.remember(updates, self.history_window)
-        kept_averages = averages if self.normalization == "ema" else {}
-        return aggregate, {**remembered.to_state(), **kept_averages}
+        return aggregate, {**rows.remember(updates, self.history_window).to_state(), **averages}
 
-    def _decide(self, updates: Updates, rows: _Rows, ema_norms: Floats) -> Aggregate:
+    def _decide(self, updates: Updates, rows: _Rows, averages: State) -> Aggregate:
         diagnostics: Diagnostics = {
             "constraints-current": int((rows.norms[: rows.current] > 0).sum()),
             "constraints-cached": len(rows.client_ids) - rows.current,
+            "constraints-active": 0,
+            "relaxed-clients": [],
+            "multipliers": {},
         }
         primary_norm, alignments = rows.primary(updates)
         if primary_norm == 0.0:
             return _averaged(updates, self.server_learning_rate, {**diagnostics, "status": "stationary"})
-        demands = self._demands(rows, primary_norm, ema_norms)
+        demands = self._demands(rows, primary_norm, averages)
         used = rows.norms > 0.0
         program = Program(
             rows.cosines[np.ix_(used, used)],
@@ -152,12 +154,12 @@ class FedPCD:
         diagnostics["seconds-program"] = time.perf_counter() - start
         return self._step(updates, rows, used, primary_norm, solution, diagnostics)
 
-    def _demands(self, rows: _Rows, primary_norm: float, ema_norms: Floats) -> Floats:
+    def _demands(self, rows: _Rows, primary_norm: float, averages: State) -> Floats:
         """``|g~_i| / |g~_0|``: a row of length l demands ``tau l`` per unit of its own direction."""
         if self.normalization == "l2":
             return np.ones(rows.norms.size)
         if self.normalization == "ema":
-            return np.asarray(rows.pseudo_gradient_norms / np.where(ema_norms > 0.0, ema_norms, 1.0))
+            return np.asarray(rows.pseudo_gradient_norms / scales(averages, rows.client_ids))
         return np.asarray(rows.norms / rows.learning_rates / (primary_norm / rows.learning_rates[0]))
 
     def _solve(self, program: Program) -> tuple[Program, Solution, NDArray[np.bool_]]:
@@ -182,22 +184,28 @@ class FedPCD:
         solution: Solution,
         diagnostics: Diagnostics,
     ) -> Aggregate:
-        stay = solution.status == "infeasible" and self.on_infeasible == "zero"
+        stay = solution.status in ("infeasible", "uncertified") and self.on_infeasible == "zero"
         if not solution.multipliers.any() and not stay:
             return _averaged(updates, self.server_learning_rate, diagnostics)
         start = time.perf_counter()
         own = 1.0 if self.primary else 0.0
-        vanished = solution.direction_norm <= _VANISHED * (own + solution.multipliers.sum())
         coefficients = np.zeros(len(rows.rows))
-        if not (stay or vanished):
+        if not stay:
             coefficients[: rows.current] = own * updates.weights
             coefficients[used] += solution.multipliers * primary_norm / rows.norms[used]
-            coefficients /= solution.direction_norm
-            if self.server_learning_rate > 0.0:
-                coefficients *= self.server_learning_rate / updates.local_learning_rate
         step = combine(rows.rows, coefficients)
+        # The length of the sum itself: the quadratic form in the cosines loses half the digits of a short direction.
+        length = norm(step)
+        if length <= _VANISHED * primary_norm * (own + solution.multipliers.sum()):
+            step[:] = 0.0
+        else:
+            step *= self._rate(updates) * primary_norm / length
         diagnostics["seconds-combination"] = time.perf_counter() - start
         return Aggregate(step, diagnostics)
+
+    def _rate(self, updates: Updates) -> float:
+        """Server over local learning rate."""
+        return (self.server_learning_rate or updates.local_learning_rate) / updates.local_learning_rate
 
 
 @dataclass(frozen=True)

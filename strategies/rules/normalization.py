@@ -48,7 +48,10 @@ def observe(state: State, client_ids: Sequence[str], norms: Floats, beta: float)
 
 
 def scales(averages: State, client_ids: Sequence[str]) -> Floats:
-    """The bias-corrected moving average of each client's norm, shape (len(client_ids),); 0 for a client never seen."""
+    """The bias-corrected moving average of each client's norm, shape (len(client_ids),).
+
+    A client that only ever sent zero updates has the average 1, so that dividing its zero row by it changes nothing.
+    """
     corrected = averages["ema-roots"] / np.sqrt(1.0 - averages["ema-beta"] ** averages["ema-counts"])
     known = dict(zip(averages["ema-clients"], corrected.tolist(), strict=True))
-    return np.array([known.get(client_id, 0.0) for client_id in client_ids])
+    return np.array([known[client_id] or 1.0 for client_id in client_ids])

@@ -36,8 +36,9 @@ TOLERANCE = 1e-9
 """Largest KKT residual of a certified solution, relative to the direction's length (see `Residuals`)."""
 SLACK = 1e-12
 """A constraint violated by less than this (in units of unit rows) counts as met."""
-_CORRECTION_LIMIT = 1e6
-"""A correction longer than this many times the worst violation is rounding noise: the rows are opposed."""
+HULL_RESOLUTION = 1e-6
+"""Rows whose hull comes closer to 0 than this count as opposed: cosines in float64 cannot tell them from rows that
+are (a distance of 1e-6 is 1e-12 in a Gram matrix), and the direction would be made of rounding errors."""
 _SPECTRUM_CUT = 1e-13
 _POLISH_STEPS = 12
 
@@ -85,8 +86,8 @@ class Program:
 class Residuals:
     """How far multipliers are from the KKT conditions, in float64 from K, a and b.
 
-    Lengths (`primal`) are divided by ``max(1, |d|)``, products of a length and a multiplier (`complementarity`, `gap`)
-    by its square; `dual` is divided by the largest multiplier. Stationarity holds by construction.
+    Lengths (`primal`) are divided by ``l = max(1, |d|)``, products of a length and a multiplier (`complementarity`,
+    `gap`) by ``l max(l, sum mu)``, `dual` by the largest multiplier. Stationarity holds by construction.
 
     Parameters
     ----------
@@ -164,11 +165,12 @@ def certify(program: Program, multipliers: Floats) -> Residuals:
     length = max(1.0, program.direction_norm(multipliers))
     slack = program.progress(multipliers) - program.thresholds
     products = multipliers * slack
+    product_scale = length * max(length, float(multipliers.sum()))
     return Residuals(
         primal=float(max(0.0, -slack.min())) / length,
         dual=float(max(0.0, -multipliers.min())) / max(1.0, float(multipliers.max())),
-        complementarity=float(np.abs(products).max()) / length**2,
-        gap=float(abs(products.sum())) / length**2,
+        complementarity=float(np.abs(products).max()) / product_scale,
+        gap=float(abs(products.sum())) / product_scale,
     )
 
 
@@ -276,8 +278,9 @@ def _candidates(program: Program, solver: str) -> Iterator[tuple[str, Floats]]:
 
 
 def _is_proportionate(program: Program, multipliers: Floats) -> bool:
+    # Where rows are promised progress, multipliers over their sum are weights of a point in the hull.
     correction = np.sqrt(max(0.0, float(multipliers @ (program.cosines @ multipliers))))
-    return bool(correction <= _CORRECTION_LIMIT * program.violations.max())
+    return bool(correction >= HULL_RESOLUTION * multipliers.sum() or not program.thresholds.any())
 
 
 def _proxqp(program: Program) -> Floats:
@@ -359,7 +362,7 @@ def _least_distance(program: Program) -> tuple[Floats, Floats | None]:
     except RuntimeError:  # Its iteration limit, on degenerate programs; the caller reports "uncertified".
         return np.zeros_like(violations), None
     remainder = 1.0 - float(violations @ u) / scale
-    if remainder <= _CORRECTION_LIMIT**-2:
+    if remainder <= HULL_RESOLUTION**2:
         return np.zeros_like(violations), u / u.sum()
     return scale * u / remainder, None
 

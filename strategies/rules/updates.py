@@ -21,6 +21,9 @@ State = dict[str, Any]
 Diagnostics = dict[str, Any]
 """What a rule says about one round: values that JSON can hold."""
 
+_LONGEST_NUMBER = 18
+"""Digits of an id that is ordered as a number."""
+
 
 def client_order(client_id: str) -> tuple[int, int, str]:
     """Sort key that gives client ids one stable order: decimal ids by value, then all others by text.
@@ -35,7 +38,7 @@ def client_order(client_id: str) -> tuple[int, int, str]:
     tuple of (int, int, str)
         The sort key.
     """
-    if client_id.isascii() and client_id.isdecimal():
+    if client_id.isascii() and client_id.isdecimal() and len(client_id) <= _LONGEST_NUMBER:
         return (0, int(client_id), client_id)
     return (1, 0, client_id)
 

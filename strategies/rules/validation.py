@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
+
+
+def is_real(value: object) -> bool:
+    """Whether a value is a real number (numpy's included) and not a boolean."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def check_whole(name: str, value: object, low: int) -> None:
+    """Raise ValueError unless the value is a whole number >= low."""
+    if not (is_real(value) and isinstance(value, numbers.Integral) and int(value) >= low):
+        raise ValueError(f"{name} must be a whole number >= {low}, got {value!r}")
 
 
 def check_range(name: str, value: float, low: float, high: float) -> None:
     """Raise ValueError unless ``low <= value <= high``."""
-    if not (isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high):
+    if not (is_real(value) and low <= value <= high):
         raise ValueError(f"{name} must be a number in [{low:g}, {high:g}], got {value!r}")
 
 
@@ -20,7 +32,7 @@ def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
 
 def check_learning_rate(value: float) -> None:
     """Raise ValueError unless the server learning rate is finite and >= 0."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value >= 0.0):
+    if not (is_real(value) and math.isfinite(value) and value >= 0.0):
         raise ValueError(
             f"server_learning_rate must be a finite number >= 0 (0: the round's local learning rate), got {value!r}"
         )

@@ -118,7 +118,7 @@ def test_d6_batchnorm_buffers_keep_type_and_meaning(runner, method) -> None:
     run = runner(method, rounds=1, **everyone(runner))
     model, shares = run.model, np.array([10 + 3 * c for c in range(TARGETS)], dtype=float)
     assert model["bn.num_batches_tracked"].dtype == np.int64
-    assert model["bn.num_batches_tracked"] == TARGETS - 1
+    assert model["bn.num_batches_tracked"] == (TARGETS - 1) // 2
     expected = np.average(0.5 + 0.1 * np.arange(TARGETS), weights=shares)
     np.testing.assert_allclose(model["bn.running_var"], expected, rtol=1e-6)
     assert (model["bn.running_var"] >= 0).all()

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strategies import cohort
-from strategies.roster import Answer, Roster, RosterError
+from strategies.roster import Answer, CodeMismatchError, Roster, RosterError
 from strategies.rules import client_order
 
 
@@ -37,6 +37,14 @@ def test_another_seed_or_round_gives_another_cohort() -> None:
     assert len({cohort.draw(clients, 10, s, r) for s in range(10) for r in range(1, 11)}) == 100
 
 
+def test_who_evaluates_is_not_who_trains() -> None:
+    clients = [str(c) for c in range(100)]
+    overlaps = [
+        len({*cohort.draw(clients, 10, 0, r)} & {*cohort.draw(clients, 10, 0, r, "evaluate")}) for r in range(1, 101)
+    ]
+    assert np.mean(overlaps) < 2
+
+
 @pytest.mark.parametrize(
     ("fraction", "minimum", "available", "expected"),
     [(0.1, 1, 100, 10), (0.29, 1, 100, 29), (0.1, 2, 5, 2), (0.0, 1, 5, 1), (1.0, 2, 1, 1), (0.05, 1, 100, 5)],
@@ -46,7 +54,14 @@ def test_cohort_size_follows_the_fraction(fraction: float, minimum: int, availab
 
 
 def test_client_ids_have_one_order() -> None:
-    assert sorted(["10", "b", "9", "a", "-1", "²"], key=client_order) == ["9", "10", "-1", "a", "b", "²"]
+    assert sorted(["10", "b", "9", "a", "-1", "²", "9" * 5000], key=client_order)[:-1] == [
+        "9",
+        "10",
+        "-1",
+        "9" * 5000,
+        "a",
+        "b",
+    ]
 
 
 def logical(node: int, nodes: int, code: str = "x") -> Answer:
@@ -54,33 +69,103 @@ def logical(node: int, nodes: int, code: str = "x") -> Answer:
     return Answer.parse({"client-ids": ids, "hosting": "logical", "num-partitions": nodes, "code-hash": code})
 
 
+def own(*clients: str, code: str = "x") -> Answer:
+    return Answer.parse({"client-ids": list(clients), "hosting": "own", "code-hash": code})
+
+
+class Nodes:
+    """Nodes with prepared answers; a list gives one answer per question."""
+
+    def __init__(self, **answers) -> None:
+        self.answers = answers
+        self.asked: list[str] = []
+
+    def ask(self, nodes, patience):
+        self.asked += nodes
+        found = {}
+        for node in nodes:
+            answer = self.answers[node]
+            found[node] = answer.pop(0) if isinstance(answer, list) else answer
+        return found
+
+    def join(self, roster: Roster, nodes: int = 1, clients: int = 1, timeout: float = 0.0) -> list[str]:
+        return roster.wait(lambda: list(self.answers), self.ask, nodes=nodes, clients=clients, timeout=timeout)
+
+
 def test_a_roster_of_simulated_nodes_is_complete_when_all_partitions_answered() -> None:
-    roster = Roster({11: logical(0, 3), 12: logical(2, 3)})
-    assert roster.missing(2) == "2 of 3 nodes are ready, 1 missing"
-    roster.answers[13] = logical(1, 3)
-    assert roster.missing(2) is None
+    nodes, roster = Nodes(a=logical(0, 3), b=logical(2, 3)), Roster()
+    with pytest.raises(RosterError, match="2 of 3 nodes are ready, 1 missing"):
+        nodes.join(roster)
+    nodes.answers["c"] = logical(1, 3)
+    assert nodes.join(roster, nodes=99) == []
     assert roster.client_ids == ("0", "1", "2", "3", "4", "5")
-    assert roster.node_of["4"] == 13
+    assert roster.node_of["4"] == "c"
+    assert nodes.asked == ["a", "b", "c"]
 
 
-def test_a_roster_names_nodes_that_did_not_answer_and_why() -> None:
-    roster = Roster(silent={5: "ValueError: No `query` function registered"})
-    assert "0 of 2 nodes are ready, 2 missing" in str(roster.missing(2))
-    assert "node 5: ValueError" in str(roster.missing(2))
+def test_nodes_that_did_not_answer_are_named_and_asked_again_while_they_are_needed(monkeypatch) -> None:
+    monkeypatch.setattr("strategies.roster._POLL_SECONDS", 0.0)
+    slow = RosterError("TimeoutError: busy")
+    nodes, roster = Nodes(a=own("1"), b=[slow] * 3 + [own("2")]), Roster()
+    warnings = nodes.join(roster, nodes=2, timeout=5.0)
+    assert roster.client_ids == ("1", "2")
+    assert warnings == ["node b does not take part: TimeoutError: busy"]
+    silent, empty = Nodes(a=RosterError("no query function")), Roster()
+    with pytest.raises(RosterError, match=r"(?s)0 of 2 nodes are ready, 2 missing\n  node a: no query function"):
+        silent.join(empty, nodes=2)
 
 
-def test_nodes_that_left_are_forgotten_and_new_ones_must_be_asked() -> None:
-    roster = Roster({1: logical(0, 2), 2: logical(1, 2)}, {3: "no answer"})
-    assert roster.update([2, 4]) == {4}
-    assert set(roster.answers) == {2}
-    assert not roster.silent
+def test_a_silent_node_is_left_alone_once_enough_others_are_ready() -> None:
+    nodes, roster = Nodes(a=own("1"), b=RosterError("busy")), Roster()
+    nodes.join(roster)
+    nodes.join(roster)
+    assert nodes.asked == ["a", "b"]
 
 
-def test_other_client_code_is_refused_with_the_usual_cause() -> None:
-    roster = Roster({1: logical(0, 1, code="other")})
-    roster.check_code(None)
-    with pytest.raises(RosterError, match=r"hash other.*hash mine.*started in another project's folder"):
-        roster.check_code("mine")
+def test_nodes_that_left_are_forgotten_and_new_ones_are_asked() -> None:
+    nodes, roster = Nodes(a=own("1"), b=own("2")), Roster()
+    nodes.join(roster)
+    del nodes.answers["a"]
+    nodes.answers["c"] = own("3")
+    nodes.join(roster)
+    assert roster.client_ids == ("2", "3")
+    assert nodes.asked == ["a", "b", "c"]
+
+
+def test_too_few_clients_are_counted() -> None:
+    with pytest.raises(RosterError, match="1 of 3 clients are reachable"):
+        Nodes(a=own("1")).join(Roster(), clients=3)
+
+
+def test_other_client_code_is_refused_with_the_usual_cause_before_the_first_round() -> None:
+    Nodes(a=logical(0, 1, code="other")).join(Roster())
+    with pytest.raises(CodeMismatchError, match=r"hash other.*hash mine.*started in another project's folder"):
+        Nodes(a=logical(0, 1, code="other")).join(Roster("mine"))
+
+
+LATE = {
+    "other code": (own("2", code="other"), "runs other client code"),
+    "simulated": (logical(1, 1000, code="mine"), "all nodes need a client-id"),
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_a_late_node_that_does_not_fit_never_ends_the_run(name: str) -> None:
+    nodes, roster = Nodes(a=own("1", code="mine")), Roster("mine")
+    nodes.join(roster)
+    nodes.answers["late"], pattern = LATE[name]
+    (warning,) = nodes.join(roster)
+    assert pattern in warning
+    assert roster.client_ids == ("1",)
+    assert nodes.join(roster) == []
+
+
+def test_a_client_that_two_nodes_claim_stays_with_the_first_and_is_reported() -> None:
+    nodes, roster = Nodes(a=own("3")), Roster()
+    nodes.join(roster)
+    nodes.answers["b"] = own("3", "4")
+    assert nodes.join(roster) == ["node b claims clients that another node serves already: 3"]
+    assert roster.node_of == {"3": "a", "4": "b"}
 
 
 @pytest.mark.parametrize(
@@ -89,8 +174,10 @@ def test_other_client_code_is_refused_with_the_usual_cause() -> None:
         ({}, "client-ids"),
         ({"client-ids": 3}, "client-ids"),
         ({"client-ids": ["0", ""]}, "client-ids"),
+        ({"client-ids": ["9" * 5000], "hosting": "own"}, "up to 200 characters"),
         ({"client-ids": ["0"], "hosting": "cloud"}, "'hosting' must be"),
-        ({"client-ids": ["0"], "hosting": "own", "num-partitions": "3"}, "num-partitions"),
+        ({"client-ids": ["0"], "hosting": "logical", "num-partitions": "3"}, "num-partitions"),
+        ({"client-ids": ["0"], "hosting": "logical", "num-partitions": 10**9}, "num-partitions"),
     ],
 )
 def test_an_unusable_answer_names_the_key(record: dict, pattern: str) -> None:

@@ -45,6 +45,9 @@ def random_rows(generator: np.random.Generator) -> np.ndarray:
         rows[generator.integers(m, size=m // 4)] = rows[0] * generator.uniform(0.1, 3)
     if generator.random() < 0.2:
         rows[generator.integers(m)] = -rows[0] * generator.uniform(0.1, 3)
+    if generator.random() < 0.2:
+        noise = 10.0 ** generator.uniform(-9, -1) * generator.standard_normal(n)
+        rows[generator.integers(m)] = generator.choice([-1.0, 1.0]) * rows[0] + noise
     size = (m, 1) if generator.random() < 0.5 else (1, 1)
     scaled: np.ndarray = rows * 10.0 ** generator.uniform(-12, 12, size=size)
     return scaled
@@ -77,6 +80,7 @@ def by_other_solver(program: Program, solver: str) -> np.ndarray | None:
 def test_a_thousand_random_programs_are_certified_and_agree_with_two_other_solvers() -> None:
     generator = np.random.default_rng(20261130)
     compared = {"daqp": 0, "quadprog": 0}
+    found_by = set()
     statuses = {"inactive": 0, "solved": 0, "infeasible": 0}
     for _ in range(1000):
         rows = random_rows(generator)
@@ -91,6 +95,7 @@ def test_a_thousand_random_programs_are_certified_and_agree_with_two_other_solve
             continue
         assert certify(program, solution.multipliers).worst <= TOLERANCE
         own = direction(program, rows, primary, solution.multipliers)
+        found_by.add(solution.found_by)
         for solver in compared:
             other = by_other_solver(program, solver)
             if other is not None:
@@ -100,6 +105,7 @@ def test_a_thousand_random_programs_are_certified_and_agree_with_two_other_solve
                 assert np.linalg.norm(own - theirs) <= (1e-7 * length if length > 1e-7 else 1e-7)
                 compared[solver] += 1
     assert min(compared.values()) > 500
+    assert "polish" in found_by
     assert min(statuses.values()) > 50
 
 
@@ -141,8 +147,24 @@ def test_nearly_opposite_rows_are_still_served() -> None:
     program = program_of(np.stack([row, -row + 1e-3 * other]), row + other, 0.1)
     solution = solve(program)
     assert solution.status == "solved"
+    assert solution.found_by == "polish"
     assert program.progress(solution.multipliers).min() >= 0.1 - 1e-9 * solution.direction_norm
     assert solution.direction_norm > 50
+
+
+@pytest.mark.parametrize("gap", [1e-2, 1e-3, 1e-4, 1e-5])
+def test_the_closer_to_opposite_the_longer_the_direction_and_still_certified(gap: float) -> None:
+    row, other, third = np.random.default_rng(3).standard_normal((3, 50))
+    program = program_of(np.stack([row, -row + gap * other, third]), 3 * row + third, 0.1)
+    solution = solve(program)
+    assert solution.status == "solved"
+    assert 0.01 < solution.direction_norm * gap < 1
+
+
+def test_rows_that_float64_cosines_cannot_tell_from_opposite_ones_count_as_opposed() -> None:
+    row, other, third = np.random.default_rng(3).standard_normal((3, 50))
+    program = program_of(np.stack([row, -row + 1e-8 * other, third]), 3 * row + third, 0.1)
+    assert solve(program).status == "infeasible"
 
 
 def test_relaxing_touches_only_the_rows_that_oppose_each_other() -> None:

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from strategies.replies import Model, Reply, SecureAggregationError, refuse_secure_aggregation, screen, to_updates
+from strategies.replies import Model, Reply, SecureAggregationError, are_individual, screen, to_updates
 from strategies.rules import Aggregate, FedPCD
 from tests.support import initial_model, train
 
@@ -25,7 +25,7 @@ def changed(client: int, name: str, value: np.ndarray) -> Reply:
     return good(client, arrays={**train(initial_model(), client, 0.1), name: value})
 
 
-def reason(reply: Reply, norm_screen: float = 1000.0) -> str:
+def reason(reply: Reply, norm_screen: float = 10.0) -> str:
     """Why this one reply of four is refused."""
     others = [good(c) for c in range(3)]
     accepted, rejections = screen(Model(initial_model()), [*others, reply], ["0", "1", "2", "9"], norm_screen)
@@ -58,8 +58,11 @@ BAD = {
     "infinity": (changed(9, "scale", np.asarray(np.inf, np.float32)), "'scale' holds NaN"),
     "nan in statistics": (changed(9, "bn.running_mean", np.full(4, np.nan, np.float32)), "NaN"),
     "negative variance": (changed(9, "bn.running_var", -np.ones(4, np.float32)), "negative variance"),
-    "overflowing difference": (changed(9, "weight", np.full((5, 4), 1e300)), "overflows float32"),
-    "huge": (changed(9, "weight", np.full((5, 4), 3e38, np.float32)), "times as long as the cohort's median"),
+    "overflows the model's dtype": (changed(9, "weight", np.full((5, 4), 1e300)), "'weight' holds NaN or infinity"),
+    "overflows half precision": (changed(9, "half", np.full(3, 2e5, np.float32)), "'half' holds NaN or infinity"),
+    "overflowing statistics": (changed(9, "bn.running_mean", np.full(4, 1e300)), "'bn.running_mean' holds NaN"),
+    "huge statistics": (changed(9, "bn.running_mean", np.full(4, 3e38, np.float32)), "its statistics has length"),
+    "huge": (changed(9, "weight", np.full((5, 4), 3e38, np.float32)), "times the others' median"),
     "no examples": (good(9, num_examples=0), "num-examples must be > 0"),
     "negative examples": (good(9, num_examples=-3), "got -3"),
     "nan examples": (good(9, num_examples=float("nan")), "got nan"),
@@ -96,13 +99,36 @@ def test_a_stranger_is_refused() -> None:
     assert "not asked" in rejections[0].reason
 
 
-@pytest.mark.parametrize(("factor", "refused"), [(500.0, False), (5e4, True), (1e10, True)])
-def test_norm_screening_compares_with_the_cohorts_median(factor: float, refused: bool) -> None:
+@pytest.mark.parametrize(("factor", "refused"), [(50.0, False), (500.0, True), (1e10, True)])
+def test_norm_screening_compares_with_the_cohort_and_the_model(factor: float, refused: bool) -> None:
+    # The model is about as long as ten of the updates.
     replies = [good(c) for c in range(4)] + [scaled(9, factor)]
-    _, rejections = screen(Model(initial_model()), replies, ["0", "1", "2", "3", "9"], 1000.0)
+    _, rejections = screen(Model(initial_model()), replies, ["0", "1", "2", "3", "9"], 10.0)
     assert (rejections != []) == refused
     unscreened, _ = screen(Model(initial_model()), replies, ["0", "1", "2", "3", "9"], 0.0)
     assert len(unscreened) == 5
+
+
+@pytest.mark.parametrize("satisfied", [1, 2, 4])
+def test_badly_served_clients_are_not_screened_out_because_all_others_are_satisfied(satisfied: int) -> None:
+    replies = [scaled(c, 1e-5) for c in range(satisfied)] + [good(9)]
+    accepted, rejections = screen(Model(initial_model()), replies, [r.client_id for r in replies], 10.0)
+    assert rejections == []
+    assert len(accepted) == satisfied + 1
+
+
+def test_a_huge_update_is_screened_out_even_alone() -> None:
+    _, rejections = screen(Model(initial_model()), [scaled(9, 1e10)], ["9"], 10.0)
+    assert "norm-screen" in rejections[0].reason
+
+
+def test_one_client_cannot_drive_a_counter_away() -> None:
+    far = changed(9, "bn.num_batches_tracked", np.asarray(2**62))
+    replies = [good(1), good(3), far]
+    accepted, _ = screen(Model(initial_model()), replies, ["1", "3", "9"], 10.0)
+    batch = to_updates(accepted, 1, 0.1)
+    moved = Model(initial_model()).moved(FedPCD().aggregate(batch, {})[0], accepted, batch.weights)
+    assert moved["bn.num_batches_tracked"] == 3
 
 
 def test_clients_that_did_not_move_do_not_make_the_others_look_long() -> None:
@@ -134,7 +160,7 @@ def test_new_model_keeps_names_order_shapes_and_dtypes_and_treats_buffers_by_rul
     for name, array in initial_model().items():
         assert (moved[name].dtype, moved[name].shape) == (array.dtype, array.shape)
     np.testing.assert_allclose(moved["bn.running_var"], 0.25 * 0.6 + 0.75 * 0.8, rtol=1e-6)
-    assert moved["bn.num_batches_tracked"] == 3
+    assert moved["bn.num_batches_tracked"] == 1
     np.testing.assert_array_equal(moved["mask"], [True, False])
 
 
@@ -170,14 +196,16 @@ def test_identical_updates_of_all_clients_are_taken_for_secure_aggregation() -> 
     same = train(initial_model(), 1, 0.1)
     accepted, _ = screen(Model(initial_model()), [good(1, arrays=same), good(2, arrays=same)], ["1", "2"], 0.0)
     with pytest.raises(SecureAggregationError, match="secure aggregation"):
-        refuse_secure_aggregation(accepted)
+        are_individual(accepted)
 
 
 def test_clients_that_all_return_the_received_model_are_not() -> None:
     still, _ = screen(Model(initial_model()), [good(c, arrays=initial_model()) for c in (1, 2)], ["1", "2"], 0.0)
-    refuse_secure_aggregation(still)
     alone, _ = screen(Model(initial_model()), [good(1)], ["1"], 0.0)
-    refuse_secure_aggregation(alone)
+    assert not are_individual(still)
+    assert not are_individual(alone)
+    different, _ = screen(Model(initial_model()), [good(1), good(2)], ["1", "2"], 0.0)
+    assert are_individual(different)
 
 
 arbitrary_arrays = st.dictionaries(
@@ -199,7 +227,12 @@ def spoiled_models(draw: st.DrawFn) -> dict[str, np.ndarray]:
     for name in draw(st.sets(st.sampled_from(sorted(arrays)), max_size=3)):
         dtype = draw(st.sampled_from([arrays[name].dtype, np.dtype(np.float64), np.dtype(np.int32)]))
         shape = draw(st.sampled_from([arrays[name].shape, (2,), ()]))
-        arrays[name] = draw(hnp.arrays(dtype, shape))
+        if dtype.kind == "f" and draw(st.booleans()):
+            extreme = draw(st.sampled_from([0.0, 1e300, -1e300, 3e38, 7e4, float("nan")]))
+            with np.errstate(over="ignore"):
+                arrays[name] = np.full(shape, extreme).astype(dtype)
+        else:
+            arrays[name] = draw(hnp.arrays(dtype, shape))
     return arrays
 
 
@@ -212,7 +245,7 @@ def spoiled_models(draw: st.DrawFn) -> dict[str, np.ndarray]:
 def test_whatever_a_client_sends_the_round_goes_on_and_the_model_stays_finite(arrays, count, metrics) -> None:
     model = Model(initial_model())
     replies = [good(0), good(1), Reply("9", arrays, count, metrics)]
-    accepted, rejections = screen(model, replies, ["0", "1", "9"], 1000.0)
+    accepted, rejections = screen(model, replies, ["0", "1", "9"], 10.0)
     assert sorted([a.client_id for a in accepted] + [r.client_id for r in rejections]) == ["0", "1", "9"]
     assert all(r.reason for r in rejections)
     batch = to_updates(accepted, 1, 0.1)

@@ -10,7 +10,7 @@ from dataclasses import fields
 import numpy as np
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
-from flwr.common import ndarrays_to_parameters
+from flwr.common import Code, Status, ndarrays_to_parameters
 from flwr.server.strategy import DifferentialPrivacyServerSideFixedClipping as LegacyPrivacy
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping
 
@@ -363,3 +363,145 @@ def test_clients_of_the_older_api_are_passed_through() -> None:
     assert proxy.get_properties(GetPropertiesIns({}), None, 0).properties["hosting"] == "logical"
     assert proxy.reconnect(ReconnectIns(None), None, 0).reason == ""
     assert proxy.get_parameters(GetParametersIns({}), None, 0).parameters.tensors == []
+
+
+@pytest.mark.parametrize("runner", [run_message, run_legacy])
+def test_secure_aggregation_is_found_out_after_a_round_that_said_nothing(runner) -> None:
+    count = iter(range(100))
+
+    def same_later(client: int, arrays: dict, metrics: dict) -> None:
+        start = initial_model()
+        moved = next(count) >= TARGETS
+        arrays.update({n: a + np.asarray(int(moved)).astype(a.dtype) for n, a in start.items() if n != "mask"})
+        arrays["mask"] = start["mask"]
+
+    full = {"fraction_train": 1.0} if runner is run_message else {"fraction_fit": 1.0}
+    with pytest.raises(strategies.SecureAggregationError):
+        runner("fedpcd", tamper=same_later, **full)
+
+
+def test_subclasses_of_either_side_do_not_get_around_the_privacy_check() -> None:
+    class Mine(strategies.FedPCD):  # type: ignore[misc, valid-type]
+        def configure_train(self, *args, **keywords):
+            return super().configure_train(*args, **keywords)
+
+    class Theirs(DifferentialPrivacyServerSideFixedClipping):
+        pass
+
+    for inner, outer in (
+        (Mine, DifferentialPrivacyServerSideFixedClipping),
+        (strategies.FedPCD, Theirs),
+        (Mine, Theirs),
+    ):
+        with pytest.raises(strategies.CentralPrivacyError):
+            outer(inner(**OURS), 1.0, 1.0, 2).start(
+                InProcessGrid(message_client(), 2), record({"weight": initial_model()["weight"]}), num_rounds=1
+            )
+
+
+@pytest.mark.parametrize(
+    ("keywords", "pattern"),
+    [
+        ({"seed": -1}, "seed"),
+        ({"seed": 1.5}, "seed"),
+        ({"evaluate_every": 0}, "evaluate_every"),
+        ({"evaluate_every": 1.5}, "evaluate_every"),
+        ({"local_learning_rate": 0.0}, "local_learning_rate"),
+        ({"local_learning_rate": float("inf")}, "local_learning_rate"),
+        ({"local_learning_rate": "x"}, "local_learning_rate"),
+        ({"norm_screen": -1}, "norm_screen"),
+        ({"wait_timeout": float("nan")}, "wait_timeout"),
+        ({"code_hash": "x", "client_ids": "node"}, "code_hash needs"),
+        ({"buffer_patterns": "*x"}, "buffer_patterns"),
+    ],
+    ids=str,
+)
+def test_an_option_out_of_range_is_named_at_once(keywords: dict, pattern: str) -> None:
+    with pytest.raises(ValueError, match=pattern):
+        strategies.FedAvg(**keywords)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    strategy = strategies.FedPCD(tau=np.float32(0.5), history_window=np.int64(3), seed=np.int64(1))
+    assert strategy.rule.tau == 0.5
+
+
+def test_a_second_start_is_a_run_of_its_own() -> None:
+    strategy = strategies.FedPCD(tau=0.3, normalization="ema", fraction_train=0.5, min_train_nodes=1, **OURS)
+    start = record(initial_model())
+    models = [
+        arrays_of(strategy.start(InProcessGrid(message_client(conflict), 3), start, num_rounds=3).arrays)
+        for _ in range(2)
+    ]
+    assert_same_bits(*models)
+
+
+def test_flowers_minimum_of_training_nodes_is_waited_for() -> None:
+    with pytest.raises(strategies.RosterError, match="2 of 5 clients are reachable"):
+        run_message("fedavg", nodes=2, client_ids="node", code_hash=None, min_train_nodes=5, wait_timeout=0.0)
+
+
+def test_a_fraction_of_the_clients_evaluates_where_asked_to() -> None:
+    run = run_message("fedavg", rounds=1, fraction_evaluate=0.25)
+    assert len(run.evaluations[0].metrics) == 3
+    older = run_legacy("fedavg", rounds=1, fraction_evaluate=0.25)
+    assert older.evaluations[0].metrics.keys() == run.evaluations[0].metrics.keys()
+
+
+def test_older_api_names_clients_that_report_a_bad_status() -> None:
+    class Refusing(legacy._Client):
+        def fit(self, ins, timeout, group_id):
+            result = super().fit(ins, timeout, group_id)
+            if self.cid == "3":
+                result.status = Status(Code.FIT_NOT_IMPLEMENTED, "no data today")
+            return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(legacy, "_Client", Refusing)
+        report = run_legacy("fedavg", rounds=1, fraction_fit=1.0).rounds[0]
+    (rejection,) = report.rejections
+    assert (rejection.client_id, rejection.kind, rejection.reason) == ("3", "error", "no data today")
+
+
+def test_older_api_survives_results_of_wrong_types() -> None:
+    class Odd(legacy._Client):
+        def fit(self, ins, timeout, group_id):
+            result = super().fit(ins, timeout, group_id)
+            result.num_examples = [5] if self.cid == "3" else result.num_examples
+            return result
+
+        def evaluate(self, ins, timeout, group_id):
+            result = super().evaluate(ins, timeout, group_id)
+            result.loss = [1.0] if self.cid == "3" else result.loss
+            return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(legacy, "_Client", Odd)
+        run = run_legacy("fedavg", rounds=1, fraction_fit=1.0)
+    assert [r.client_id for r in run.rounds[0].rejections] == ["3"]
+    assert "loss" not in run.evaluations[0].metrics["3"]
+    with pytest.raises(RuntimeError, match="without configure_fit"):
+        legacy.FedAvg().aggregate_fit(1, [], [])
+
+
+@pytest.mark.parametrize("runner", [run_message, run_legacy])
+def test_a_step_out_of_range_skips_the_round_instead_of_ending_the_run(runner) -> None:
+    def far(client: int, arrays: dict, metrics: dict) -> None:
+        arrays["half"] = np.full(3, -6e4 - client, np.float16)
+
+    run = runner("fedpcd", tamper=far, norm_screen=0.0, server_learning_rate=10.0)
+    assert all(r.skipped and r.diagnostics["status"] == "overflow" for r in run.rounds)
+    assert "'half' infinite in float16" in run.rounds[0].diagnostics["error"]
+    assert_same_bits(run.model, initial_model())
+
+
+def test_training_metrics_do_not_depend_on_the_clock() -> None:
+    first, second = (run_message("fedpcd").result.train_metrics_clientapp for _ in range(2))
+    assert {r: dict(m) for r, m in first.items()} == {r: dict(m) for r, m in second.items()}
+
+
+def test_a_message_for_a_node_that_is_not_there_is_an_error_reply() -> None:
+    grid = InProcessGrid(message_client(), 1)
+    (reply,) = grid.send_and_receive([Message(RecordDict(), 12345, "query")])
+    assert reply.has_error()
+    assert list(InProcessGrid(message_client(), node_configs=[]).get_node_ids()) == []

@@ -1,0 +1,22 @@
+"""What both Flower APIs write to Flower's log."""
+
+from __future__ import annotations
+
+from logging import INFO, WARNING
+
+from flwr.common.logger import log
+
+from .reports import Rejection
+
+
+def log_rejections(what: str, accepted: int, rejections: tuple[Rejection, ...]) -> None:
+    """Log how many replies count, and why each of the others does not."""
+    log(INFO, "%s: %s replies count, %s do not", what, accepted, len(rejections))
+    for rejection in rejections:
+        log(WARNING, "\t> client %s (%s): %s", rejection.client_id, rejection.kind, rejection.reason)
+
+
+def last_line(text: str | None) -> str:
+    """Return what an error text ends with: in simulation a reason is a whole traceback."""
+    lines = [line.strip() for line in (text or "").strip().splitlines() if line.strip()]
+    return lines[-1] if lines else "unknown error"
