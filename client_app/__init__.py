@@ -31,5 +31,7 @@ def _remove_if_mine(folder: str, owner: int) -> None:
 
 if Path(sys.argv[0]).stem == "flwr-simulation":
     os.chdir(Path(__file__).resolve().parent.parent)
+    # On a Ray cluster of others neither the folder nor the state below would reach the workers.
+    os.environ.pop("RAY_ADDRESS", None)
     os.environ[STATE_DIR_VARIABLE] = tempfile.mkdtemp(prefix="flwr-client-state-")
     atexit.register(_remove_if_mine, os.environ[STATE_DIR_VARIABLE], os.getpid())

@@ -11,6 +11,7 @@ from client_app import client
 from client_app.client_state import PARTICIPATIONS
 from client_app.code_hash import code_hash
 from client_app.legacy_client import LegacyClient
+from client_app.watchdog import ended_after_round_timeout
 from strategies import protocol
 
 _LEGACY_TYPES: Final = ("get_properties", "get_parameters")
@@ -27,9 +28,10 @@ class DualApiClientApp(ClientApp):
 
     def __call__(self, message: Message, context: Context) -> Message:
         """Answer one message."""
-        if message.metadata.message_type in _LEGACY_TYPES or any(key in message.content for key in _LEGACY_RECORDS):
-            return _legacy_app(message, context)
-        return super().__call__(message, context)
+        with ended_after_round_timeout(context):
+            if message.metadata.message_type in _LEGACY_TYPES or any(key in message.content for key in _LEGACY_RECORDS):
+                return _legacy_app(message, context)
+            return super().__call__(message, context)
 
 
 app = DualApiClientApp()

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ from client_app.training import TORCH_LOCK, evaluate, resolve_device, torch_seed
 from strategies import protocol
 
 State = Mapping[str, torch.Tensor]
+
+_NODE_KEYS: Final = ("data-dir", "device")
+"""Run-config keys that a SuperNode may set for itself in its node config."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +71,27 @@ class EvaluationResult:
     loss: float
 
 
+def task_of(context: Context) -> TaskConfig:
+    """Return the run's task on this node, whose own ``data-dir`` and ``device`` go before the run's."""
+    own: dict[str, Any] = {key: context.node_config[key] for key in _NODE_KEYS if key in context.node_config}
+    return TaskConfig.from_run_config({**context.run_config, **own})
+
+
 def describe_node(context: Context) -> hosting.Roster:
-    """Return the node's roster, after checking that the run's settings work on this node."""
-    task = TaskConfig.from_run_config(context.run_config)
+    """Return the node's roster, after checking that the run's settings work on this node.
+
+    Raises
+    ------
+    ConfigError
+        If the node's device, identity or part of the data is not usable; a deployed node also looks for its data.
+    """
+    task = task_of(context)
     resolve_device(task.device)
-    return hosting.read_roster(context.node_config, task.num_clients)
+    roster = hosting.read_roster(context.node_config, task.num_clients)
+    if roster.hosting == protocol.OWN:
+        hosting.partition_index(context.node_config, roster.client_ids[0], task.num_clients)
+        load_dataset(task)
+    return roster
 
 
 def read_order(config: Mapping[str, Any]) -> Order:
@@ -183,7 +202,7 @@ def evaluate_client(context: Context, order: Order, state: State) -> EvaluationR
 
 def initial_state(context: Context) -> State:
     """Return the initial model of the run's seed, for servers that ask a client for it and for the arrays' names."""
-    return _initial_state(TaskConfig.from_run_config(context.run_config))
+    return _initial_state(task_of(context))
 
 
 @lru_cache(maxsize=1)
@@ -198,7 +217,7 @@ def _model(task: TaskConfig) -> nn.Module:
 
 
 def _task_and_index(context: Context, order: Order) -> tuple[TaskConfig, int]:
-    task = TaskConfig.from_run_config(context.run_config)
+    task = task_of(context)
     hosting.read_roster(context.node_config, task.num_clients).require(order.client_id)
     return task, hosting.partition_index(context.node_config, order.client_id, task.num_clients)
 

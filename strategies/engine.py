@@ -179,7 +179,8 @@ class Engine:
 def round_metrics(report: RoundReport, weight_key: str) -> dict[str, float]:
     """A round in numbers: means of the clients' metrics, how many counted, and the rule's own numbers.
 
-    Times are left out, so that two runs with one seed give the same numbers.
+    Flower logs these in every round, so they are rounded, and the report has more. Times are left out, so that two runs
+    with one seed give the same numbers.
     """
     result: dict[str, float] = {}
     if report.train_metrics:
@@ -189,6 +190,6 @@ def round_metrics(report: RoundReport, weight_key: str) -> dict[str, float]:
     result["clients-accepted"] = float(len(report.accepted))
     result["clients-rejected"] = float(len(report.rejections))
     for key, value in report.diagnostics.items():
-        if isinstance(value, int | float) and not key.startswith("seconds"):
-            result[key] = float(value)
+        if isinstance(value, int | float) and not isinstance(value, bool) and not key.startswith("seconds"):
+            result[key] = float(f"{value:.6g}")
     return result

@@ -177,7 +177,8 @@ class LegacyStrategy(FlowerFedAvg):
             # num_available() makes Flower's manager look at the nodes now; all() alone lags behind.
             client_manager.num_available()
             proxies.clear()
-            proxies.update({str(proxy.cid): proxy for proxy in client_manager.all().values()})
+            # A copy: Flower's own thread adds and removes clients at any time.
+            proxies.update({str(proxy.cid): proxy for proxy in list(client_manager.all().values())})
             return list(proxies)
 
         def ask(nodes: list[Node], patience: float) -> dict[Node, Answer | RosterError]:
@@ -191,7 +192,7 @@ class LegacyStrategy(FlowerFedAvg):
             timeout=self.engine.options.wait_timeout,
         )
         for warning in warnings:
-            log(WARNING, warning)
+            log(WARNING, "%s", warning)
         return proxies
 
     def _ask(self, proxy: ClientProxy, patience: float) -> Answer | RosterError:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from logging import INFO, WARNING
 
 from flwr.common.logger import log
 
 from .reports import Rejection
+
+_WRAPPER = re.compile(r"^(?:.*Exception \w+ occurred\. Message: )?(.*?)(?:'>)?$")
 
 
 def log_rejections(what: str, accepted: int, rejections: tuple[Rejection, ...]) -> None:
@@ -19,4 +22,5 @@ def log_rejections(what: str, accepted: int, rejections: tuple[Rejection, ...]) 
 def last_line(text: str | None) -> str:
     """Return what an error text ends with: in simulation a reason is a whole traceback."""
     lines = [line.strip() for line in (text or "").strip().splitlines() if line.strip()]
-    return lines[-1] if lines else "unknown error"
+    # Flower wraps a client's exception: "Exception ClientAppException occurred. Message: ...'>".
+    return _WRAPPER.sub(r"\1", lines[-1]) if lines else "unknown error"

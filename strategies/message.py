@@ -101,7 +101,7 @@ class MessageStrategy(FlowerFedAvg):
             timeout=self.engine.options.wait_timeout,
         )
         for warning in warnings:
-            log(WARNING, warning)
+            log(WARNING, "%s", warning)
         return self._roster
 
     def configure_train(

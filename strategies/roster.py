@@ -93,6 +93,7 @@ class Roster:
     answers: dict[Node, Answer] = field(default_factory=dict)
     silent: dict[Node, str] = field(default_factory=dict)
     _complete: bool = False
+    _gave_up: bool = False
 
     @property
     def node_of(self) -> dict[str, Node]:
@@ -139,9 +140,11 @@ class Roster:
         CodeMismatchError
             If a node runs other code, before the first round.
         RosterError
-            If something is still missing after `timeout` seconds.
+            Before the first round, if something is still missing after `timeout` seconds, or two nodes claim the same
+            client. A run that is under way goes on with whom it can reach.
         """
-        deadline = time.monotonic() + timeout
+        # Nodes that were waited for in vain are not waited for again in every round.
+        deadline = time.monotonic() + (0.0 if self._gave_up else timeout)
         warnings: list[str] = []
         while True:
             new = self._forget_absent(online())
@@ -154,22 +157,36 @@ class Roster:
                     warnings += self._take(node, answer)
                 missing = self.missing(nodes, clients)
             if missing is None:
-                self._complete = True
+                self._complete, self._gave_up = True, False
                 return warnings
+            if time.monotonic() >= deadline and self._complete:
+                news = [] if self._gave_up else [f"the run goes on after waiting for {timeout:g} s: {missing}"]
+                self._gave_up = True
+                return warnings + news
             if time.monotonic() >= deadline:
-                raise RosterError(f"after waiting for {timeout:g} s (wait_timeout) {missing}")
+                raise RosterError(f"after waiting for {timeout:g} s {missing}")
             time.sleep(_POLL_SECONDS)
 
     def missing(self, nodes: int, clients: int = 0) -> str | None:
         """What is missing before a round can start, in words; None if nothing is."""
         needed = max(a.num_partitions for a in self.answers.values()) if self.logical else max(1, nodes)
-        reasons = "".join(f"\n  node {node}: {reason}" for node, reason in self.silent.items())
+        reasons = self._reasons()
         if len(self.answers) < needed:
             ready = len(self.answers)
             return f"{ready} of {needed} nodes are ready, {needed - ready} missing{reasons}"
         if len(self.client_ids) < max(1, clients):
             return f"{len(self.client_ids)} of {max(1, clients)} clients are reachable{reasons}"
         return None
+
+    def _reasons(self) -> str:
+        """Why nodes do not take part; each reason once, however many give it."""
+        nodes: dict[str, list[Node]] = {}
+        for node, reason in self.silent.items():
+            nodes.setdefault(reason, []).append(node)
+        return "".join(
+            f"\n  {f'node {who[0]}' if len(who) == 1 else f'{len(who)} nodes'}: {reason}"
+            for reason, who in nodes.items()
+        )
 
     def _forget_absent(self, online: Iterable[Node]) -> set[Node]:
         nodes = set(online)
@@ -186,8 +203,14 @@ class Roster:
             return [f"node {node} does not take part: {objection}"] if news else []
         self.silent.pop(node, None)
         taken = sorted(set(answer.client_ids) & self.node_of.keys(), key=client_order)
+        if not taken:
+            self.answers[node] = answer
+            return []
+        claim = f"node {node} claims clients that node {self.node_of[taken[0]]} serves already: {', '.join(taken[:5])}"
+        if not self._complete:
+            raise RosterError(f"{claim}. Give every SuperNode a client-id or partition-id of its own")
         self.answers[node] = answer
-        return [f"node {node} claims clients that another node serves already: {', '.join(taken)}"] if taken else []
+        return [claim]
 
     def _objection(self, node: Node, answer: Answer) -> str | None:
         if self.code_hash is not None and answer.code_hash != self.code_hash:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from flwr.common import (
 from flwr.compat.common import recorddict_compat as compat
 from flwr.supercore.task_identity import TaskIdentity
 
+from client_app import client
 from client_app.app import app
 from client_app.code_hash import code_hash
 from client_app.config import ConfigError, TaskConfig
@@ -88,12 +90,23 @@ def test_a_simulated_node_may_serve_nobody() -> None:
 
 
 def test_a_deployed_node_says_that_it_is_one_client() -> None:
-    roster = call("query", RecordDict(), context({"client-id": "site-a"}))[protocol.ROSTER]
+    roster = call("query", RecordDict(), context({"client-id": "site-a", "partition-id": 3}))[protocol.ROSTER]
     assert (roster[protocol.CLIENT_IDS], roster[protocol.HOSTING], roster[protocol.NUM_PARTITIONS]) == (
         ["site-a"],
         "own",
         0,
     )
+
+
+def test_a_deployed_node_without_a_part_of_the_data_says_so_before_any_training() -> None:
+    with pytest.raises(ConfigError, match=r"client-id='site-a' does not say which part.*add partition-id"):
+        call("query", RecordDict(), context({"client-id": "site-a"}))
+
+
+def test_a_nodes_own_folder_and_device_go_before_the_runs(tmp_path: Path) -> None:
+    own = {"client-id": "site-a", "partition-id": 3, "device": "cpu", "data-dir": str(tmp_path)}
+    task = client.task_of(context(own, device="cuda"))
+    assert (task.device, task.data_dir) == ("cpu", str(tmp_path))
 
 
 def test_a_node_refuses_a_run_whose_device_it_lacks_before_any_training(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,8 @@ from tests.support import assert_same_bits
 
 pytestmark = pytest.mark.slow
 
-CLIENTS = ("3", "17")
+CLIENTS = {"site-a": 3, "site-b": 17}
+"""Names of the sites, and which part of the data each holds."""
 SETTINGS = {"num-server-rounds": 1, "fraction-train": 1.0, "tau": 0.1}
 
 
@@ -35,11 +36,11 @@ class Federation(LocalSuperLink):
     def _command(self) -> list[str]:
         return [word for word in super()._command() if word != "--simulation"]
 
-    def start_node(self, client_id: str, port: int) -> None:
+    def start_node(self, client_id: str, partition: int, port: int) -> None:
         """Start the SuperNode of one client; it ends with the SuperLink."""
         command = [os.path.join(sysconfig.get_path("scripts"), "flower-supernode"), "--insecure"]  # noqa: PTH118
         command += ["--superlink", f"127.0.0.1:{self.port}", "--port", str(port)]
-        command += ["--node-config", f"client-id='{client_id}'"]
+        command += ["--node-config", f"client-id='{client_id}' partition-id={partition}"]
         with (self.folder / f"supernode-{client_id}.log").open("wb") as log:
             node = subprocess.Popen(command, env=self._env, cwd=self.folder, stdout=log, stderr=subprocess.STDOUT)
         self.nodes.append(node)
@@ -54,14 +55,14 @@ class Federation(LocalSuperLink):
 @pytest.fixture
 def federation() -> Iterator[Federation]:
     with Federation(ROOT) as superlink:
-        for offset, client_id in enumerate(CLIENTS):
-            superlink.start_node(client_id, superlink.port + 1 + offset)
+        for offset, (client_id, partition) in enumerate(CLIENTS.items()):
+            superlink.start_node(client_id, partition, superlink.port + 1 + offset)
         yield superlink
 
 
 def in_process(folder: Path) -> dict[str, Any]:
     config = {**DECLARED, **SETTINGS, "results-dir": str(folder), "run-name": "in-process"}
-    nodes = [{"client-id": client_id} for client_id in CLIENTS]
+    nodes = [{"client-id": client_id, "partition-id": partition} for client_id, partition in CLIENTS.items()]
     run_experiment(InProcessGrid(client_app, run_config=config, node_configs=nodes), config)
     return model_of(folder / "in-process" / "fedpcd")
 

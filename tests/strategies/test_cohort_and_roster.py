@@ -160,12 +160,38 @@ def test_a_late_node_that_does_not_fit_never_ends_the_run(name: str) -> None:
     assert nodes.join(roster) == []
 
 
-def test_a_client_that_two_nodes_claim_stays_with_the_first_and_is_reported() -> None:
+def test_two_nodes_that_claim_the_same_client_are_named_before_the_first_round() -> None:
+    with pytest.raises(RosterError, match=r"node b claims clients that node a serves already: 3\. Give every SuperNode"):
+        Nodes(a=own("3"), b=own("3", "4")).join(Roster())
+
+
+def test_a_client_that_a_late_node_claims_too_stays_with_the_first() -> None:
     nodes, roster = Nodes(a=own("3")), Roster()
     nodes.join(roster)
     nodes.answers["b"] = own("3", "4")
-    assert nodes.join(roster) == ["node b claims clients that another node serves already: 3"]
+    assert nodes.join(roster) == ["node b claims clients that node a serves already: 3"]
     assert roster.node_of == {"3": "a", "4": "b"}
+
+
+def test_a_run_under_way_goes_on_without_nodes_that_left_and_waits_for_them_only_once() -> None:
+    nodes, roster = Nodes(a=own("1"), b=own("2")), Roster()
+    nodes.join(roster, nodes=2)
+    del nodes.answers["b"]
+    (warning,) = nodes.join(roster, nodes=2)
+    assert "the run goes on after waiting for 0 s: 1 of 2 nodes are ready, 1 missing" in warning
+    assert nodes.join(roster, nodes=2, timeout=60.0) == []
+    assert roster.client_ids == ("1",)
+    nodes.answers["b"] = own("2")
+    assert nodes.join(roster, nodes=2, timeout=60.0) == []
+    assert roster.client_ids == ("1", "2")
+
+
+def test_one_reason_of_many_nodes_is_said_once() -> None:
+    nodes = Nodes(**{f"n{i}": RosterError("device='cuda' is not there") for i in range(10)})
+    with pytest.raises(RosterError) as error:
+        nodes.join(Roster(), nodes=2)
+    assert str(error.value).count("device='cuda'") == 1
+    assert "10 nodes: device='cuda' is not there" in str(error.value)
 
 
 @pytest.mark.parametrize(

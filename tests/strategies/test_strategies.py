@@ -171,7 +171,7 @@ def test_secure_aggregation_is_refused(runner) -> None:
 
 
 def test_missing_nodes_are_counted_when_the_deadline_passes() -> None:
-    with pytest.raises(strategies.RosterError, match=r"wait_timeout\) 2 of 5 nodes are ready, 3 missing"):
+    with pytest.raises(strategies.RosterError, match=r"after waiting for 0 s 2 of 5 nodes are ready, 3 missing"):
         run_message("fedavg", nodes=2, client_ids="node", code_hash=None, min_available_nodes=5, wait_timeout=0.0)
     with pytest.raises(strategies.RosterError, match=r"2 of 5 nodes are ready, 3 missing"):
         run_legacy("fedavg", nodes=2, client_ids="node", code_hash=None, min_available_clients=5, wait_timeout=0.0)
@@ -505,3 +505,37 @@ def test_a_message_for_a_node_that_is_not_there_is_an_error_reply() -> None:
     (reply,) = grid.send_and_receive([Message(RecordDict(), 12345, "query")])
     assert reply.has_error()
     assert list(InProcessGrid(message_client(), node_configs=[]).get_node_ids()) == []
+
+
+def test_a_round_without_any_reachable_client_is_skipped() -> None:
+    class Leaving(InProcessGrid):
+        gone = False
+
+        def get_node_ids(self):
+            return [] if self.gone else super().get_node_ids()
+
+    grid = Leaving(message_client(), 2)
+
+    def leave(report) -> None:
+        grid.gone = True
+
+    run = run_message("fedpcd", grid=grid, on_round=leave, wait_timeout=0.0, rounds=2, fraction_evaluate=0.0)
+    assert run.model["weight"].tobytes() != initial_model()["weight"].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Traceback ...\n  File x\nValueError: boom", "ValueError: boom"),
+        (
+            "a\nException ClientAppException occurred. Message: device='cuda' is not there'>",
+            "device='cuda' is not there",
+        ),
+        ("", "unknown error"),
+        (None, "unknown error"),
+    ],
+)
+def test_error_texts_are_cut_to_what_happened(text, expected) -> None:
+    from strategies.logs import last_line
+
+    assert last_line(text) == expected
