@@ -201,14 +201,14 @@ def test_messages_worked_on_at_the_same_time_do_not_disturb_each_other() -> None
     def work(client: str) -> None:
         results[client] = train(context(**run_config), **{"client-id": client})
 
-    threads = [threading.Thread(target=work, args=(client,)) for client in clients]
+    threads = [threading.Thread(target=work, args=(name,)) for name in clients]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for client in clients:
-        assert equal(results[client][0], expected[client][0])
-        assert results[client][1] == expected[client][1]
+    for name in clients:
+        assert equal(results[name][0], expected[name][0])
+        assert results[name][1] == expected[name][1]
 
 
 def test_training_leaves_torchs_global_settings_alone() -> None:

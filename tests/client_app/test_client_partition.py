@@ -79,7 +79,12 @@ def test_the_same_settings_give_the_same_partition_and_another_seed_another() ->
     train_labels, test_labels = labels(1000, 10), labels(500, 10)
     first = make_partition(TaskConfig(seed=3), train_labels, test_labels, 10)
     assert same(first, make_partition(TaskConfig(seed=3), train_labels, test_labels, 10))
-    assert not same(first, make_partition(TaskConfig(seed=4), train_labels, test_labels, 10))
+    other = make_partition(TaskConfig(seed=4), train_labels, test_labels, 10)
+    assert not same(first, other)
+    # Both halves: which test examples stand for a mixture is drawn too.
+    one_class = np.zeros(200, dtype=np.int64)
+    seeds = [make_partition(TaskConfig(seed=s, num_clients=5), one_class, one_class, 1) for s in (3, 4)]
+    assert any((a != b).any() for a, b in zip(seeds[0].test, seeds[1].test, strict=True))
 
 
 def test_the_partition_does_not_depend_on_how_clients_train() -> None:

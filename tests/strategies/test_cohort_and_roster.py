@@ -161,7 +161,7 @@ def test_a_late_node_that_does_not_fit_never_ends_the_run(name: str) -> None:
 
 
 def test_two_nodes_that_claim_the_same_client_are_named_before_the_first_round() -> None:
-    with pytest.raises(RosterError, match=r"node b claims clients that node a serves already: 3\. Give every SuperNode"):
+    with pytest.raises(RosterError, match=r"node b claims clients that node a serves already: 3\. Give every"):
         Nodes(a=own("3"), b=own("3", "4")).join(Roster())
 
 
