@@ -12,7 +12,7 @@ SHELL := /bin/bash
 help: ## show the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
-demo: $(VENV)/.app ## FedPCD beside FedAvg on real images, 100 clients: table and picture in about two minutes
+demo: $(VENV)/.app ## FedPCD beside FedAvg on real images, 100 clients: table and picture (installation a few minutes, then about a minute)
 	$(BIN)/fedpcd run . --compare-with fedavg
 
 test: lint ## every check: linters, types, tests, coverage

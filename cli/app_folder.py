@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,6 +28,10 @@ APP_EXTRA = {
     "torchvision": "torchvision",
 }
 """Distribution and import name of what the app cannot start without."""
+
+
+INSTALL = "pip install '.[app]' in the project's folder"
+"""What to do when something is missing."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,26 @@ class AppFolder:
             sys.path.insert(0, str(self.path))
         return importlib.import_module(name)
 
+    def check(self, run_config: Mapping[str, Value]) -> None:
+        """Have the app check a run config as its ServerApp will, before anything is started.
+
+        An app without ``server_app.config.ServerConfig`` checks its values when it runs.
+
+        Raises
+        ------
+        UsageError
+            With the app's words about the value that it refuses.
+        """
+        if not (self.path / "server_app" / "config.py").is_file():
+            return
+        module = self.module("server_app.config")
+        if not hasattr(module, "ServerConfig"):
+            return
+        try:
+            module.ServerConfig.from_run_config(run_config)
+        except ValueError as error:  # ConfigError
+            raise UsageError(str(error)) from error
+
 
 def flatten(table: dict[str, object], prefix: str = "") -> dict[str, Value]:
     """Nested tables as dotted keys, which is how Flower names them.
@@ -104,7 +129,4 @@ def require_app_extra() -> None:
     """
     missing = [name for name, module in APP_EXTRA.items() if find_spec(module) is None]
     if missing:
-        raise UsageError(
-            f"not installed: {', '.join(missing)}. The app needs the extra `app`: "
-            "pip install -e '.[app]' in the app's folder, or pip install 'fedpcd[app]'"
-        )
+        raise UsageError(f"not installed: {', '.join(missing)}. The app needs the extra `app`: {INSTALL}")

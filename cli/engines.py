@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from .app_folder import AppFolder, Value, require_app_extra
 from .errors import RunError
 from .superlink import LocalSuperLink
 
 COMPLETED = "finished:completed"
+FAILED = "finished:failed"
 
 
 def default_nodes(run_config: Mapping[str, Value]) -> int:
@@ -38,7 +42,14 @@ def run_simulation(app: AppFolder, changes: Mapping[str, Value], *, nodes: int |
         superlink.stream(run_id)
         status, details = superlink.outcome(run_id)
     if status != COMPLETED:
-        raise RunError(f"{status}: {details}" if details else status)
+        raise RunError(_reason(status, details))
+
+
+def _reason(status: str, details: str) -> str:
+    """Return why a run did not complete: the exception's own words where there was one."""
+    if status == FAILED and details:
+        return re.sub(r"^\w+ failed with exception: ", "", details)
+    return f"{status}: {details}" if details else status
 
 
 def run_in_process(app: AppFolder, changes: Mapping[str, Value], *, nodes: int | None) -> None:
@@ -49,4 +60,21 @@ def run_in_process(app: AppFolder, changes: Mapping[str, Value], *, nodes: int |
     grid = app.module("strategies.inprocess").InProcessGrid(
         client_app, num_nodes=nodes or int(run_config["min-nodes"]), run_config=run_config
     )
-    server.run_experiment(grid, run_config)
+    with _flower_log_on_stdout():
+        server.run_experiment(grid, run_config)
+
+
+@contextmanager
+def _flower_log_on_stdout() -> Iterator[None]:
+    """Let Flower log where the progress goes, so that the order is kept; in colour on a terminal only."""
+    from flwr.common.logger import console_handler  # late: Flower takes a second, `fedpcd --help` need not wait
+
+    coloured = console_handler.colored
+    stream = console_handler.setStream(sys.stdout)
+    console_handler.colored = sys.stdout.isatty()
+    try:
+        yield
+    finally:
+        console_handler.colored = coloured
+        if stream is not None:  # it was another one
+            console_handler.setStream(stream)

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import signal
-import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, NoReturn
 
 try:
     import typer
     from rich.console import Console
 except ModuleNotFoundError as error:  # both come with Flower and with the extra
-    raise SystemExit(f"fedpcd needs {error.name}: pip install 'fedpcd[app]'") from None
+    raise SystemExit(f"fedpcd needs {error.name}: pip install '.[app]' in the project's folder") from None
 
-from .app_folder import APP_PACKAGES, AppFolder
+from .app_folder import APP_PACKAGES, AppFolder, Value
 from .engines import run_in_process, run_simulation
 from .errors import RunError, UsageError
+from .interruption import orderly_termination
 from .methods import methods_table
+from .results_folders import new_runs, runs_in
 from .run_config import overrides
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
@@ -37,8 +37,22 @@ class Engine(StrEnum):
 AppDir = Annotated[Path, typer.Argument(metavar="APP_DIR", help="Folder of the Flower app.", show_default=".")]
 
 
+def _print_version(wanted: bool) -> None:
+    if not wanted:
+        return
+    try:
+        print(f"fedpcd {version('fedpcd')}")
+    except PackageNotFoundError:
+        print("fedpcd, from a folder and not installed")
+    raise typer.Exit
+
+
 @app.callback()
-def _about() -> None:
+def _about(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
     """Train fairly with FedPCD, compare finished runs, list the methods."""
 
 
@@ -91,18 +105,42 @@ def run(
         changes = overrides(folder, preset, run_config or [])
         if compare_with is not None:
             changes["compare-with"] = compare_with
-        if results_dir is not None or not changes.get("results-dir"):
-            # Absolute: the ServerApp does not run in the folder where this command was typed.
-            changes["results-dir"] = str((results_dir or Path("results")).expanduser().resolve())
-        if engine is Engine.SIMULATION:
-            run_simulation(folder, changes, nodes=nodes, cpus_per_client=cpus_per_client)
-        else:
-            run_in_process(folder, changes, nodes=nodes)
+        place = changes["results-dir"] = _absolute(results_dir, str(changes.get("results-dir", "")))
+        values = {**folder.declared, **changes}
+        folder.check(values)  # Flower and Ray take their time to start
+        _note_repetition(values)
+        with new_runs(Path(place)):
+            if engine is Engine.SIMULATION:
+                run_simulation(folder, changes, nodes=nodes, cpus_per_client=cpus_per_client)
+            else:
+                run_in_process(folder, changes, nodes=nodes)
+
+
+def _absolute(option: Path | None, value: str) -> str:
+    """Place of the results: absolute, because the ServerApp does not run in the folder where this command is typed."""
+    if option is not None or not value:
+        return str((option or Path("results")).expanduser().resolve())
+    if not value.startswith(("/", "~")):
+        raise UsageError(f"results-dir={value!r} is relative: use --results-dir {value}, meant from the current folder")
+    return value
+
+
+def _note_repetition(run_config: Mapping[str, Value]) -> None:
+    """Say so when the strategy is to be compared with itself, which the app leaves out."""
+    strategy = run_config.get("strategy")
+    if strategy in [name.strip() for name in str(run_config.get("compare-with", "")).split(",")]:
+        print(f"compare-with: {strategy} is the strategy of this run already, and is trained once")
 
 
 @app.command()
 def report(
-    folders: Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="Results folders of finished runs.")],
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="FOLDER...", help="Results folders of runs, or a folder of such folders.")
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The picture (.png).", show_default="comparison.png in the run's folder"),
+    ] = None,
     app_dir: Annotated[Path, typer.Option("--app", help="Folder of the Flower app.", show_default=".")] = Path(),
 ) -> None:
     """Compare finished runs: the fairness table and the picture.
@@ -110,15 +148,29 @@ def report(
     For example:
 
       fedpcd report results/digits-fedavg-seed0-* results/digits-fedpcd-seed0-*
+
+      fedpcd report results --output all.png
     """
     with _reported_errors():
         missing = [str(folder) for folder in folders if not folder.is_dir()]
         if missing:
             raise UsageError(f"no such results folder: {', '.join(missing)}")
+        if output is not None:
+            _check_picture(output)
         library = AppFolder.at(app_dir).module("server_app.report")
-        table, picture = library.compare(folder.resolve() for folder in folders)
+        try:
+            table, picture = library.compare(runs_in(folders), output and output.resolve())
+        except library.ResultsError as error:
+            raise UsageError(str(error)) from error
         library.make_console().print(table)
-        print(f"picture: {picture}")
+        print(f"picture  {picture}")
+
+
+def _check_picture(file: Path) -> None:
+    if file.suffix.lower() != ".png":
+        raise UsageError(f"--output {file}: a picture is a PNG, the file's name has to end with .png")
+    if not file.resolve().parent.is_dir():
+        raise UsageError(f"--output {file}: there is no folder {file.resolve().parent}")
 
 
 @app.command()
@@ -130,29 +182,23 @@ def methods() -> None:
 @contextmanager
 def _reported_errors() -> Iterator[None]:
     """Turn errors into one line and an exit code: 2 for wrong input, 1 for a failed run, 130 for Ctrl-C."""
-    previous = signal.signal(signal.SIGTERM, _terminate)
     try:
-        yield
+        with orderly_termination():
+            yield
     except UsageError as error:
         _fail(str(error), 2)
     except RunError as error:
         _fail(f"the run failed: {error}", 1)
-    except KeyboardInterrupt:
-        _fail("interrupted", 130)
+    except KeyboardInterrupt as error:
+        _fail(f"interrupted{error}", 130)
     except Exception as error:
         if type(error).__module__.partition(".")[0] not in APP_PACKAGES:  # the app's own errors explain themselves
             traceback.print_exc()
         _fail(f"the run failed: {error}", 1)
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
-def _terminate(number: int, _frame: FrameType | None) -> NoReturn:
-    sys.exit(128 + number)  # unwinds, so that the SuperLink and its processes are ended
 
 
 def _fail(text: str, code: int) -> NoReturn:
-    Console(stderr=True).print(f"fedpcd: {text}", style="bold red", markup=False, highlight=False)
+    Console(stderr=True).print(f"fedpcd: {text}", style="bold red", markup=False, highlight=False, soft_wrap=True)
     raise SystemExit(code)
 
 

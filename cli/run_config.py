@@ -78,7 +78,7 @@ def parse(text: str, declared: Mapping[str, Value]) -> dict[str, Value]:
     for word in words:
         key, equals, value = word.partition("=")
         if not equals:
-            raise UsageError(f"-c {word!r}: write key=value")
+            raise UsageError(f"-c {word!r}: write key=value, or name a TOML file (its name ends with .toml)")
         _check_key(key, declared)
         values[key] = _read(key, value, declared[key])
     return values

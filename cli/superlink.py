@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import sysconfig
 import tempfile
 import time
@@ -19,9 +20,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from .app_folder import Value
+from .app_folder import INSTALL, Value
 from .errors import RunError, UsageError
+from .interruption import uninterrupted
 from .run_config import to_toml
+from .simulation_log import readable
 
 CONNECTION = "fedpcd"
 """Name of the connection in the private Flower configuration."""
@@ -90,9 +93,32 @@ class LocalSuperLink:
         return int(answer["run-id"])
 
     def stream(self, run_id: int) -> None:
-        """Print the run's log as it grows; returns when the run has ended."""
+        """Print the run's log as it grows, without noise; returns when the run has ended.
+
+        Raises
+        ------
+        RunError
+            If the log breaks off.
+        """
         command = [self._tool("flwr"), "log", str(run_id), CONNECTION, "--stream"]
-        subprocess.run(command, env=self._env, check=True)
+        with subprocess.Popen(
+            command,
+            env=self._env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            errors="replace",
+            start_new_session=True,  # Ctrl-C is this command's to handle
+        ) as process:
+            assert process.stdout is not None
+            try:
+                for line in readable(process.stdout, coloured=sys.stdout.isatty()):
+                    print(line, end="", flush=True)
+            except BaseException:
+                process.kill()
+                raise
+        if process.returncode != 0:
+            raise RunError(f"`flwr log` broke off with exit code {process.returncode}")
 
     def outcome(self, run_id: int) -> tuple[str, str]:
         """Status of the run, e.g. ``finished:completed``, and Flower's words about it."""
@@ -134,6 +160,7 @@ class LocalSuperLink:
         env["FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"] = "1"
         env["FLWR_DISABLE_UPDATE_CHECK"] = "1"
         env["FLWR_TELEMETRY_ENABLED"] = "0"
+        env.pop("RAY_ADDRESS", None)  # the simulation is on a Ray of its own
         env["TMPDIR"] = env["RAY_TMPDIR"] = str(self.folder)  # whatever a killed process leaves goes with it
         env["RAY_USAGE_STATS_ENABLED"] = "0"
         env["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"  # workers see the GPU, if `device` wants it
@@ -152,7 +179,7 @@ class LocalSuperLink:
     def _tool(self, name: str) -> str:
         found = shutil.which(name, path=self._env["PATH"])
         if found is None:
-            raise UsageError(f"the command {name} is not installed: pip install 'fedpcd[app]'")
+            raise UsageError(f"the command {name} is not installed: {INSTALL}")
         return found
 
     def _ask(self, *arguments: str) -> dict[str, Any]:
@@ -168,7 +195,11 @@ class LocalSuperLink:
         return answer
 
     def close(self) -> None:
-        """End the SuperLink and everything that came from it; remove its folder."""
+        """End the SuperLink and everything that came from it; remove its folder. A second Ctrl-C does not stop it."""
+        with uninterrupted():
+            self._close()
+
+    def _close(self) -> None:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGTERM)

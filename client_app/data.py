@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from client_app import data_sources
-from client_app.config import TaskConfig
+from client_app.config import ConfigError, TaskConfig
 
 
 @dataclass(frozen=True)
@@ -135,11 +135,19 @@ def load_dataset(task: TaskConfig) -> Dataset:
 
     Raises
     ------
+    ConfigError
+        If ``data_dir`` is given but is no folder; it is not created, since a mistyped folder would be filled anew.
     DataNotFoundError
         If the files are neither there nor to be had; the text says what is expected where.
     DataError
         If files are there but damaged or of an unexpected shape.
     """
+    if task.data_dir and not task.data_path.is_dir():
+        fault = "is not a folder" if task.data_path.exists() else "does not exist"
+        raise ConfigError(
+            f"data-dir={task.data_dir!r} {fault}: create the folder, give the one that holds the data sets, or '' for "
+            "~/.cache/fedpcd"
+        )
     return _load(task.dataset, task.data_path)
 
 

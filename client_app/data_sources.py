@@ -15,10 +15,12 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from logging import INFO
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from flwr.common.logger import log
 from numpy.typing import NDArray
 
 DEBIAN_FASHION_MNIST: Path = Path("/usr/share/datasets/fashion-mnist")
@@ -96,9 +98,12 @@ def read_fashion_mnist(folder: Path) -> tuple[Split, Split]:
     from torchvision.datasets import FashionMNIST
 
     raw = folder / "FashionMNIST" / "raw"
-    provided = [_provide_idx(raw, name) for name in _FASHION_MNIST_MD5]
-    if not all(provided):
+    sources = [_provide_idx(raw, name) for name in _FASHION_MNIST_MD5]
+    for source in sorted({source for source in sources if source not in (raw, None)}):
+        log(INFO, "fashion-mnist: unpacked %s to %s", source, raw)
+    if None in sources:
         _download(
+            "fashion-mnist",
             folder,
             FashionMNIST.mirrors[0],
             lambda temporary: FashionMNIST(temporary, download=True),
@@ -111,19 +116,22 @@ def read_fashion_mnist(folder: Path) -> tuple[Split, Split]:
     return train, test
 
 
-def _provide_idx(raw: Path, name: str) -> bool:
-    """Make sure that one right idx file is in `raw`, unpacking it if need be; False if there is nothing to unpack."""
+def _provide_idx(raw: Path, name: str) -> Path | None:
+    """Make sure that one right idx file is in `raw`, unpacking it if need be.
+
+    Returns the folder in which it was found, packed or not; None if there is nothing to unpack.
+    """
     target = raw / name
     if target.exists() and _digest(target.read_bytes(), "md5") == _FASHION_MNIST_MD5[name]:
-        return True
+        return raw
     for packed in (raw / f"{name}.gz", DEBIAN_FASHION_MNIST / f"{name}.gz"):
         if packed.exists():
             content = _gunzip(packed)
             if _digest(content, "md5") != _FASHION_MNIST_MD5[name]:
                 raise DataError(f"{packed} is not Fashion-MNIST's {name} (wrong md5): remove or replace it")
             _write_atomically(target, content)
-            return True
-    return False
+            return packed.parent
+    return None
 
 
 def _gunzip(path: Path) -> bytes:
@@ -189,6 +197,7 @@ def _read_cifar(folder: Path, torchvision_class: Any, name: str) -> tuple[Split,
     if found is None:
         layout = torchvision_class.base_folder
         _download(
+            name,
             folder,
             torchvision_class.url,
             lambda temporary: torchvision_class(temporary, download=True),
@@ -268,7 +277,9 @@ def _digest(content: bytes, algorithm: str) -> str:
     return hashlib.new(algorithm, content, usedforsecurity=False).hexdigest()
 
 
-def _download(folder: Path, url: str, fetch: Callable[[Path], object], products: list[str], *, expected: str) -> None:
+def _download(
+    name: str, folder: Path, url: str, fetch: Callable[[Path], object], products: list[str], *, expected: str
+) -> None:
     """Download into a temporary folder and move the products into place; never wait on a dead network."""
     reason = _why_unreachable(url)
     if reason is None:
@@ -286,8 +297,9 @@ def _download(folder: Path, url: str, fetch: Callable[[Path], object], products:
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     raise DataNotFoundError(
-        f"the data set is not in data-dir and cannot be downloaded from {url} ({reason}). Expected: {expected}. "
-        "Or use dataset='digits', which needs no files and no network."
+        f"{name} is not in data-dir ({folder}) and cannot be downloaded from {url} ({reason}). Expected: {expected}. "
+        "Put it there, set data-dir to the folder that holds it, or use dataset='digits', which needs no files and no "
+        "network."
     )
 
 

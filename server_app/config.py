@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from client_app.config import ConfigError, TaskConfig
+from client_app.config import DATASETS, MODELS, PARTITIONS, ConfigError, TaskConfig
 from strategies import METHODS
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ __all__ = ["EVALUATIONS", "ConfigError", "ServerConfig"]
 EVALUATIONS: Final = ("auto", "server", "federated", "both")
 """Who evaluates: the server's own copy of the data, the clients, or both (and they must agree)."""
 
+_TASK_CHOICES: Final = {"dataset": DATASETS, "model": MODELS, "partition": PARTITIONS}
 _DEFAULT_RESULTS = "~/fedpcd-results"
 _KINDS: Final[Mapping[type, str]] = {
     bool: "true or false",
@@ -95,10 +96,11 @@ class ServerConfig:
         """Check every field's type, then its range."""
         for name, kind in _own_fields().items():
             object.__setattr__(self, name, _typed(_key(name), getattr(self, name), kind))
-        _require(self.strategy in METHODS, "strategy", self.strategy, f"one of {_listed(METHODS)}")
+        _require_choice("strategy", self.strategy, METHODS)
         for name in self.order:
-            _require(name in METHODS, "compare-with", self.compare_with, f"names out of {_listed(METHODS)}")
-        _require(self.evaluation in EVALUATIONS, "evaluation", self.evaluation, f"one of {_listed(EVALUATIONS)}")
+            expected = f"names out of {_listed(METHODS)}{_suggestion(name, METHODS)}"
+            _require(name in METHODS, "compare-with", self.compare_with, expected)
+        _require_choice("evaluation", self.evaluation, EVALUATIONS)
         for name in ("num_server_rounds", "evaluate_every", "min_nodes"):
             _require(getattr(self, name) >= 1, _key(name), getattr(self, name), "an integer >= 1")
         _require(0 < self.fraction_train <= 1, "fraction-train", self.fraction_train, "a number in (0, 1]")
@@ -139,6 +141,9 @@ class ServerConfig:
             of range.
         """
         _check_keys(run_config, cls.keys())
+        for key, choices in _TASK_CHOICES.items():
+            if isinstance(run_config.get(key), str):
+                _require_choice(key, run_config[key], choices)
         return cls(
             task=TaskConfig.from_run_config(run_config),
             hyper_parameters=_hyper_parameters(run_config),
@@ -203,6 +208,10 @@ def _of_rule(rule_class: type, run_config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _in_keys(message: str, given: Mapping[str, Any]) -> str:
     """Reword a rule's complaint, which speaks of fields, in run-config keys with their values."""
+    for name, value in given.items():
+        expected = message.removeprefix(f"{name} must be ").removesuffix(f", got {value!r}")
+        if message == f"{name} must be {expected}, got {value!r}":
+            return f"{_key(name)}={value!r} is not allowed: use {expected}"
     named = [name for name in given if re.search(rf"\b{name}\b", message)] or list(given)
     for name in given:
         message = re.sub(rf"\b{name}\b", _key(name), message)
@@ -232,6 +241,15 @@ def _typed(key: str, value: object, kind: type) -> Any:
 def _require(condition: bool, key: str, value: object, expected: str) -> None:
     if not condition:
         raise ConfigError(f"{key}={value!r} is not allowed: use {expected}")
+
+
+def _require_choice(key: str, value: str, choices: Iterable[str]) -> None:
+    _require(value in choices, key, value, f"one of {_listed(choices)}{_suggestion(value, choices)}")
+
+
+def _suggestion(value: str, choices: Iterable[str]) -> str:
+    near = difflib.get_close_matches(value.lower(), choices, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _check_results_dir(value: str) -> None:

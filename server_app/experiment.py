@@ -17,7 +17,7 @@ from server_app.results import ResultsWriter, default_run_name, new_run_folder
 from strategies import METHODS, protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from flwr.serverapp import Grid
     from rich.console import Console
@@ -29,12 +29,23 @@ if TYPE_CHECKING:
 
 __all__ = ["ExperimentError", "run_experiment"]
 
-# What Flower says in every round, the dump of all records at the end, and a warning that nobody evaluates, which is not
-# so. The progress lines and the results folder say the same, shorter and completely. Everything else passes.
+# What Flower says in every round, the dump of all records at the end, and what looks like a fault and is none: that
+# nobody evaluates, that a record is empty, the settings of Flower's own sampling, which these strategies replace.
+# The progress lines and the results folder say the same, shorter and completely. Everything else passes.
 _LOOP_MESSAGES: Final = frozenset(
     {
         "",
         "fraction_evaluate is set to 0.0. Federated evaluation will be skipped.",
+        "\t├── ConfigRecord (train): %s",
+        "\t├── ConfigRecord (evaluate): %s",
+        "\t├──> Sampling:",
+        "\t│\t├──Fraction: train (%.2f) | evaluate ( %.2f)",
+        "\t│\t├──Minimum nodes: train (%d) | evaluate (%d)",
+        "\t│\t└──Minimum available nodes: %d",
+        "\t└──> Keys in records:",
+        "\t\t├── Weighted by: '%s'",
+        "\t\t├── ArrayRecord key: '%s'",
+        "\t\t└── ConfigRecord key: '%s'",
         "[ROUND %s/%s]",
         "configure_train: Sampled %s nodes (out of %s)",
         "configure_evaluate: Sampled %s nodes (out of %s)",
@@ -49,6 +60,9 @@ _LOOP_MESSAGES: Final = frozenset(
         "\t%s",
     }
 )
+
+_FRUITLESS_ROUNDS: Final = 3
+"""Rounds without any usable reply, from the first on, after which a run is given up: something is wrong everywhere."""
 
 _EVALUATORS: Final = {
     "server": "the server",
@@ -94,8 +108,14 @@ def run_experiment(grid: Grid, run_config: Mapping[str, Any], console: Console |
     config = ServerConfig.from_run_config(run_config)
     output = console if console is not None else make_console()
     experiment = _Experiment(config, grid, output)
-    summaries = [experiment.run(name) for name in config.order]
-    experiment.report()
+    summaries: list[dict[str, Any]] = []
+    try:
+        for name in config.order:
+            summaries.append(experiment.run(name))
+    finally:
+        # What is finished is shown even if a later strategy fails.
+        if summaries:
+            experiment.report(config.order[: len(summaries)])
     return summaries
 
 
@@ -156,17 +176,13 @@ class _Experiment:
                 evaluate_fn=run.evaluate,
             )
             if run.accepted == 0:
-                raise ExperimentError(
-                    f"{name} never received a usable reply in {config.num_server_rounds} rounds, so nothing "
-                    f"was trained; first reason: {run.first_rejection or 'no client was asked'}. "
-                    f"All reasons: {writer.folder / 'rejections.jsonl'}"
-                )
+                raise ExperimentError(run.nothing_trained(config.num_server_rounds))
             summary = writer.finish(run.arrays)
         return {**summary, "folder": str(writer.folder)}
 
-    def report(self) -> None:
-        """Print the table, draw the picture and say where the results lie."""
-        table, picture = compare(self.folder / name for name in self.config.order)
+    def report(self, names: Sequence[str]) -> None:
+        """Print the table of these strategies, draw the picture and say where the results lie."""
+        table, picture = compare(self.folder / name for name in names)
         self.console.print()
         self.console.print(table)
         self.say(f"picture  {picture}")
@@ -209,6 +225,16 @@ class _Run:
         if report.rejections and not self.first_rejection:
             first = report.rejections[0]
             self.first_rejection = f"client {first.client_id} in round {report.round}: {first.reason}"
+        if self.accepted == 0 and report.round >= _FRUITLESS_ROUNDS:
+            raise ExperimentError(self.nothing_trained(report.round))
+
+    def nothing_trained(self, rounds: int) -> str:
+        """Say that no reply was usable, and why the first was not."""
+        return (
+            f"{type(self.strategy).__name__} received no usable reply in {rounds} rounds, so nothing was trained; first "
+            f"reason: {self.first_rejection or 'no client was asked'}. All reasons: "
+            f"{self.writer.folder / 'rejections.jsonl'}"
+        )
 
     def on_evaluation(self, report: EvaluationReport) -> None:
         """Take the clients' evaluation of a round's model."""
@@ -218,7 +244,7 @@ class _Run:
 
     def evaluate(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         """Evaluate the global model where that is due, and end the round."""
-        self.arrays = arrays
+        self.arrays = self.writer.latest = arrays
         result = None
         if self._due(server_round):
             result = self.writer.record_evaluation(server_round, self._metrics(server_round, arrays))

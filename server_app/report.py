@@ -1,49 +1,47 @@
-"""The closing report: a table on the terminal and one picture, made from results folders alone."""
+"""The closing report: a table on the terminal and a picture beside it, made from results folders alone."""
 
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
+import os
 import sys
 from dataclasses import dataclass
-from itertools import cycle, pairwise
+from itertools import chain
+from itertools import count as numbers
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
-import matplotlib as mpl
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 
+from server_app.labels import count, difference, labels, method_name, shared_setting
+from server_app.picture import picture as draw_picture
 from server_app.results import CLIENTS, CONFIG, ROUNDS, SCHEMA_VERSION, SUMMARY
-from strategies import METHODS
-
-mpl.use("Agg")  # before pyplot: a server has no screen, and runs report from a thread
-from matplotlib import pyplot as plt
-from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
-    from matplotlib.axes import Axes
+    from rich.console import ConsoleOptions, RenderResult
 
-__all__ = ["PICTURE", "ResultsError", "RunResults", "compare", "find_runs", "load_run", "make_console"]
+__all__ = ["PICTURE", "FairnessTable", "ResultsError", "RunResults", "compare", "find_runs", "load_run", "make_console"]
 
 PICTURE: Final = "comparison.png"
-"""File name of the picture, in the run's folder."""
+"""File name of the picture."""
 
 _WIDTH = 100
-_DOTS_PER_INCH = 150
-# Okabe and Ito's palette, which colour-blind readers can tell apart. FedPCD and FedAvg keep theirs in every
-# picture.
-_COLOURS: Final[Mapping[str, str]] = {"fedpcd": "#0072B2", "fedavg": "#D55E00"}
-_OTHER_COLOURS: Final = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_INK = "#333333"
-_CURVES: Final = (("mean", "mean", "-"), ("worst-10", "worst 10%", (0, (3, 1.5))))
+_LABEL_WIDTH = 16
+"""Width that a label keeps, at the cost of expendable columns; a longer one is folded."""
+_UNLIMITED = 10_000
+_COLUMNS: Final = ("mean", "sigma_c", "worst\n10%", "best\n10%", "Jain", "worst\nclient", "id", "rounds", "seconds")
+_EXPENDABLE: Final = ("seconds", "Jain", "best\n10%", "rounds", "id")
+"""Columns that a narrow terminal does without, the first one first."""
 _AVERAGED = 10
 """Fewer evaluations than these include the steep beginning, so their average says little."""
-_LABEL_HEIGHT = 0.055
-"""Least distance of two labels beside the curves, in units of accuracy."""
 
 
 class ResultsError(ValueError):
@@ -116,7 +114,7 @@ def load_run(folder: Path) -> RunResults:
     }
     summary = _read_json(folder / SUMMARY) if (folder / SUMMARY).exists() else {}
     accuracies = _read_accuracies(folder / CLIENTS, max(evaluations, default=0))
-    return RunResults(folder, _title(strategy), strategy, config, summary, evaluations, accuracies)
+    return RunResults(folder, method_name(strategy), strategy, config, summary, evaluations, accuracies)
 
 
 def find_runs(folders: Iterable[Path]) -> list[Path]:
@@ -150,7 +148,7 @@ def find_runs(folders: Iterable[Path]) -> list[Path]:
     return found
 
 
-def compare(folders: Iterable[Path], picture: Path | None = None) -> tuple[Table, Path]:
+def compare(folders: Iterable[Path], picture: Path | None = None) -> tuple[FairnessTable, Path]:
     """Compare runs: a table, and a picture of accuracies per client and of convergence.
 
     Parameters
@@ -158,11 +156,13 @@ def compare(folders: Iterable[Path], picture: Path | None = None) -> tuple[Table
     folders : iterable of Path
         Folders of strategies or of whole runs.
     picture : Path, optional
-        Where the picture goes; by default ``comparison.png`` beside the first strategy's folder.
+        Where the picture goes; a file that is there is replaced. By default ``comparison.png`` in the run's folder,
+        or in the working directory if the strategies do not all lie in one run's folder; if another picture is
+        there already, ``comparison-2.png``, ``comparison-3.png``, ...
 
     Returns
     -------
-    table : Table
+    table : FairnessTable
         One row per strategy's run; print it with `make_console`.
     picture : Path
         The picture (PNG).
@@ -170,20 +170,22 @@ def compare(folders: Iterable[Path], picture: Path | None = None) -> tuple[Table
     Raises
     ------
     ResultsError
-        If a folder holds no readable results, or none of them holds an evaluation.
+        If a folder holds no readable results, none of them holds an evaluation, or the picture cannot be written.
     """
-    runs = _label_apart([load_run(folder) for folder in find_runs(folders)])
+    places = dict.fromkeys(folder.resolve() for folder in find_runs(folders))  # each once, however often it is named
+    runs = [load_run(folder) for folder in places]
+    runs = [dataclasses.replace(run, label=label) for run, label in zip(runs, labels(runs), strict=True)]
     if not any(run.evaluations for run in runs):
         raise ResultsError(
             "nothing to compare: no round was evaluated in " + ", ".join(str(run.folder) for run in runs)
         )
-    target = picture if picture is not None else runs[0].folder.parent / PICTURE
-    _draw(runs, target)
-    return _table(runs), target
+    return FairnessTable(runs), _save(draw_picture(runs), places, picture)
 
 
 def make_console(file: TextIO | None = None) -> Console:
-    """Make the console for tables: coloured on a terminal; elsewhere 100 columns of plain text.
+    """Make the console for tables: coloured on a terminal, plain text elsewhere.
+
+    Elsewhere the width is that of the environment variable COLUMNS, by default 100.
 
     Parameters
     ----------
@@ -198,7 +200,9 @@ def make_console(file: TextIO | None = None) -> Console:
     stream = sys.stdout if file is None else file
     if stream.isatty():
         return Console(file=stream, highlight=False)
-    return Console(file=stream, width=_WIDTH, force_terminal=False, color_system=None, highlight=False)
+    columns = os.environ.get("COLUMNS", "")
+    width = int(columns) if columns.isdecimal() and int(columns) > 0 else _WIDTH
+    return Console(file=stream, width=width, force_terminal=False, color_system=None, highlight=False)
 
 
 # ---- reading
@@ -245,38 +249,47 @@ def _read_accuracies(path: Path, server_round: int) -> dict[str, float]:
         raise ResultsError(f"{path} is malformed: {error!r}") from error
 
 
-def _title(strategy: str) -> str:
-    return METHODS[strategy].__name__ if strategy in METHODS else strategy
-
-
-def _label_apart(runs: Sequence[RunResults]) -> list[RunResults]:
-    """Add the run's name to labels that would occur twice."""
-    labels = [run.label for run in runs]
-    return [
-        RunResults(**{**vars(run), "label": f"{run.label} ({run.folder.parent.name})"})
-        if labels.count(run.label) > 1
-        else run
-        for run in runs
-    ]
-
-
 # ---- table
 
 
-def _table(runs: Sequence[RunResults]) -> Table:
-    table = Table(
-        title=f"Fairness over all clients: {_setting(runs[0])}",
-        caption="\n".join(_notes(runs)),
-        title_justify="left",
-        caption_justify="left",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-    )
-    table.add_column("strategy", no_wrap=True)
-    for name in ("mean", "sigma_c", "worst 10%", "best 10%", "Jain", "worst client", "rounds", "seconds"):
-        table.add_column(name, justify="right")
-    for run in runs:
-        table.add_row(run.label, *_cells(run))
+@dataclass(frozen=True)
+class FairnessTable:
+    """One row per run, for rich's consoles; where it does not fit, the least important columns are left out."""
+
+    runs: Sequence[RunResults]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        hidden = self._hidden(console, options)
+        yield Text(": ".join(filter(None, ("Fairness over all clients", shared_setting(self.runs)))), style="italic")
+        yield ""
+        yield _table(self.runs, hidden)
+        notes = list(_notes(self.runs))
+        if hidden:
+            notes.append("Left out at this width: " + ", ".join(hidden).replace("\n", " ") + ".")
+        yield ""
+        yield Text("\n".join(notes), style="dim italic")
+
+    def _hidden(self, console: Console, options: ConsoleOptions) -> Sequence[str]:
+        unlimited = options.update_width(_UNLIMITED)
+        for number in range(len(_EXPENDABLE)):
+            table = _table(self.runs, _EXPENDABLE[:number])
+            if Measurement.get(console, unlimited, table).minimum <= options.max_width:
+                return _EXPENDABLE[:number]
+        return _EXPENDABLE
+
+
+def _table(runs: Sequence[RunResults], hidden: Sequence[str]) -> Table:
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    longest_label = max(len(run.label) for run in runs)
+    table.add_column("strategy", overflow="fold", min_width=min(longest_label, _LABEL_WIDTH))
+    columns: list[Sequence[str]] = [[run.label for run in runs]]
+    for name, cells in zip(_COLUMNS, zip(*map(_cells, runs), strict=True), strict=True):
+        if name not in hidden:
+            width = max(map(len, (*name.split("\n"), *cells)))
+            table.add_column(name, justify="right", no_wrap=True, min_width=width)
+            columns.append(cells)
+    for row in zip(*columns, strict=True):
+        table.add_row(*row)
     return table
 
 
@@ -284,15 +297,16 @@ def _cells(run: RunResults) -> list[str]:
     rounds, seconds = (run.summary.get(name) for name in ("rounds", "seconds"))
     ending = [
         str(max(run.evaluations, default=0) if rounds is None else rounds),
-        "-" if seconds is None else f"{seconds:.1f}",
+        "-" if seconds is None else f"{seconds:.1f}" if seconds < 100 else f"{seconds:.0f}",
     ]
     final = run.final
     if final is None:
-        return ["-"] * 6 + ending
+        return ["-"] * 7 + ending
     return [
         *(f"{final[name]:.1%}" for name in ("mean", "sigma-c", "worst-10", "best-10")),
         f"{final['jain']:.3f}",
-        f"{final['worst-accuracy']:.1%} (id {final['worst-client']})",
+        f"{final['worst-accuracy']:.1%}",
+        str(final["worst-client"]),
         *ending,
     ]
 
@@ -300,6 +314,8 @@ def _cells(run: RunResults) -> list[str]:
 def _notes(runs: Sequence[RunResults]) -> Iterator[str]:
     """Yield what a reader must know beside the figures; nothing for a run without incidents."""
     yield "Accuracy of the last evaluated model on each client's own test examples."
+    if differing := difference(runs):
+        yield f"{differing[0].upper()}{differing[1:]}."
     for run in runs:
         average = run.summary.get("fairness-last-evaluations")
         if average and average["evaluations"] >= _AVERAGED:
@@ -319,125 +335,41 @@ def _incidents(run: RunResults) -> Iterator[str]:
     elif summary["status"] != "completed":
         yield f"{summary['status']} after round {summary['rounds']}: {summary['error']}"
     if run.final and run.final["missing-clients"]:
-        yield f"{len(run.final['missing-clients'])} clients missing from the last evaluation"
+        yield f"{count(len(run.final['missing-clients']), 'client')} missing from the last evaluation"
     for name in ("skipped", "infeasible", "uncertified"):
-        if count := summary.get(f"{name}-rounds"):
-            yield f"{count} {name} round{'s' if count > 1 else ''}"
+        if number := summary.get(f"{name}-rounds"):
+            yield count(number, f"{name} round")
     for name, phase in (("rejections", "training"), ("evaluation-rejections", "evaluation")):
-        counts = {kind: count for kind, count in summary.get(name, {}).items() if count}
+        counts = {kind: number for kind, number in summary.get(name, {}).items() if number}
         if counts:
-            listed = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+            listed = ", ".join(f"{number} {kind}" for kind, number in counts.items())
             yield f"{phase} replies rejected: {listed}, see rejections.jsonl"
-
-
-def _setting(run: RunResults) -> str:
-    """Describe the setting that the compared runs share, from the first one's run config."""
-    config = run.config.get("run-config", {})
-    parts = [str(config.get("dataset", "unknown data"))]
-    parts.append(f"{len(run.config.get('client-ids', ()))} clients")
-    partition = config.get("partition")
-    if partition in ("dirichlet", "dirichlet-classes"):
-        parts.append(f"Dirichlet alpha {config.get('alpha'):g}")
-    elif partition is not None:
-        parts.append(str(partition))
-    if "fraction-train" in config:
-        parts.append(f"{config['fraction-train']:.0%} per round")
-    if "seed" in config:
-        parts.append(f"seed {config['seed']}")
-    return ", ".join(parts)
 
 
 # ---- picture
 
 
-def _draw(runs: Sequence[RunResults], target: Path) -> None:
-    colours = _colours(runs)
-    with plt.rc_context({"font.size": 10, "axes.edgecolor": _INK, "text.color": _INK, "axes.labelcolor": _INK}):
-        figure, (clients, convergence) = plt.subplots(
-            1, 2, figsize=(12, 4.6), width_ratios=(1, 1), layout="constrained"
-        )
-        try:
-            figure.suptitle(_setting(runs[0]), fontsize=11)
-            _draw_clients(clients, runs, colours)
-            _draw_convergence(convergence, runs, colours)
-            figure.savefig(target, dpi=_DOTS_PER_INCH)
-        finally:
-            plt.close(figure)
+def _save(content: bytes, folders: Iterable[Path], picture: Path | None) -> Path:
+    target = _free_path(content, folders) if picture is None else picture
+    try:
+        if not _holds(target, content):
+            target.write_bytes(content)
+    except OSError as error:
+        raise ResultsError(
+            f"the picture cannot be written to {target} ({error}): give another path, or run this in a folder that "
+            "can be written"
+        ) from error
+    return target
 
 
-def _colours(runs: Sequence[RunResults]) -> list[str]:
-    """Give each run a colour; FedPCD and FedAvg have their own, unless they occur more than once."""
-    free = cycle(_OTHER_COLOURS)
-    colours: list[str] = []
-    for run in runs:
-        own = _COLOURS.get(run.strategy)
-        colours.append(own if own is not None and own not in colours else next(free))
-    return colours
+def _free_path(content: bytes, folders: Iterable[Path]) -> Path:
+    """Find the picture's default path; only a file with the same content counts as free."""
+    parents = {folder.parent for folder in folders}
+    parent = parents.pop() if len(parents) == 1 else Path.cwd()
+    name = Path(PICTURE)
+    paths = (parent / f"{name.stem}-{number}{name.suffix}" for number in numbers(2))
+    return next(path for path in chain([parent / name], paths) if not path.exists() or _holds(path, content))
 
 
-def _draw_clients(axes: Axes, runs: Sequence[RunResults], colours: Sequence[str]) -> None:
-    most = max(len(run.accuracies) for run in runs)
-    tail = -(-most // 10)
-    axes.axvspan(0.5, tail + 0.5, color="#000000", alpha=0.06, linewidth=0)
-    axes.text(0.5 + most * 0.01, 1.035, "worst 10%", ha="left", va="center", fontsize=9)
-    for run, colour in zip(runs, colours, strict=True):
-        ascending = sorted(run.accuracies.values())
-        axes.plot(
-            range(1, len(ascending) + 1),
-            ascending,
-            color=colour,
-            linewidth=1.2,
-            marker="o",
-            markersize=max(2.0, 5.0 - most / 40),
-            label=run.label,
-        )
-    axes.set_title(f"Test accuracy of each client after {_rounds(runs)}")
-    axes.set_xlabel("clients, from worst to best served")
-    axes.set_xlim(0.5, most + 0.5)
-    axes.legend(loc="lower right", frameon=False)
-    _style(axes)
-
-
-def _rounds(runs: Sequence[RunResults]) -> str:
-    last = {max(run.evaluations) for run in runs if run.evaluations}
-    return f"{last.pop()} rounds" if len(last) == 1 else "the last evaluated round"
-
-
-def _draw_convergence(axes: Axes, runs: Sequence[RunResults], colours: Sequence[str]) -> None:
-    ends = []
-    for run, colour in zip(runs, colours, strict=True):
-        rounds = list(run.evaluations)
-        for name, words, dashes in _CURVES:
-            values = [evaluation[name] for evaluation in run.evaluations.values()]
-            axes.plot(rounds, values, color=colour, linestyle=dashes, linewidth=1.8)
-            if values:
-                ends.append((values[-1], f"{run.label}, {words} {values[-1]:.1%}", colour))
-    _label_ends(axes, ends)
-    axes.set_title("Convergence: mean (solid) and worst 10% (dashed)")
-    axes.set_xlabel("round")
-    axes.set_xlim(0, max(1, *(max(run.evaluations, default=0) for run in runs)))
-    _style(axes)
-
-
-def _label_ends(axes: Axes, ends: list[tuple[float, str, str]]) -> None:
-    """Write each curve's name beside its end, moved up or down where two would overlap."""
-    ends = sorted(ends)
-    heights = [value for value, _, _ in ends]
-    for lower, upper in pairwise(range(len(heights))):
-        heights[upper] = max(heights[upper], heights[lower] + _LABEL_HEIGHT)
-    ceiling = 1.0 + _LABEL_HEIGHT
-    for index in reversed(range(len(heights))):
-        ceiling = heights[index] = min(heights[index], ceiling - _LABEL_HEIGHT)
-    for height, (_, text, colour) in zip(heights, ends, strict=True):
-        axes.text(1.015, height, text, color=colour, va="center", transform=axes.get_yaxis_transform())
-
-
-def _style(axes: Axes) -> None:
-    axes.set_ylabel("test accuracy")
-    axes.set_ylim(0.0, 1.07)
-    axes.set_yticks([0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
-    axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-    axes.grid(axis="y", color="#DDDDDD", linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+def _holds(path: Path, content: bytes) -> bool:
+    return path.is_file() and path.read_bytes() == content

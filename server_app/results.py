@@ -198,6 +198,9 @@ class ResultsWriter:
         self._last_line = 0
         self._append(self._clients_file, _csv_line(_CLIENT_COLUMNS))
 
+        self.latest: ArrayRecord | None = None
+        """The newest model, which is kept if the run ends early."""
+
     def __enter__(self) -> Self:
         return self
 
@@ -207,6 +210,8 @@ class ResultsWriter:
         for file in (self._rounds_file, self._rejections_file, self._clients_file):
             file.close()
         if not self._finished:
+            if self.latest is not None:
+                write_model(self.folder / MODEL, self.latest)
             reason = "the run ended early" if error is None else f"{type(error).__name__}: {error}"
             write_json(self.folder / SUMMARY, self._summary("failed", reason))
 

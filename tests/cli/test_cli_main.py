@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -60,7 +62,13 @@ def test_a_results_folder_from_the_run_config_is_kept(fedpcd, simulation):
         (["run", ROOT, "-c", "tua=1"], "did you mean 'tau'"),
         (["run", ROOT, "--preset", "nope"], "fashion-mnist"),
         (["run", "/nowhere"], "no pyproject.toml"),
+        (["run", ROOT, "-c", "strategy=fedpdc"], "did you mean 'fedpcd'?"),
+        (["run", ROOT, "--engine", "in-process", "-c", "dataset=nope"], "dataset='nope' is not allowed"),
+        (["run", ROOT, "-c", "results-dir=mine"], "use --results-dir mine"),
         (["report", "/nowhere"], "no such results folder: /nowhere"),
+        (["report", ROOT / "docs", "--app", ROOT], "holds no results"),
+        (["report", ROOT / "docs", "--app", ROOT, "--output", "a.jpg"], ".png"),
+        (["report", ROOT / "docs", "--app", ROOT, "--output", "/nowhere/a.png"], "there is no folder /nowhere"),
     ],
 )
 def test_wrong_input_exits_with_2_and_one_clear_line(fedpcd, simulation, arguments, words):
@@ -73,20 +81,84 @@ def test_wrong_input_exits_with_2_and_one_clear_line(fedpcd, simulation, argumen
 
 def test_a_failed_run_exits_with_1_and_its_reason(fedpcd, monkeypatch):
     def fail(*arguments, **size):
-        raise RunError("finished:failed: told to fail")
+        raise RunError("told to fail")
 
     monkeypatch.setattr(main, "run_simulation", fail)
     done = fedpcd("run", ROOT)
     assert done.exit_code == 1
-    assert "told to fail" in done.stderr
+    assert done.stderr == "fedpcd: the run failed: told to fail\n"
 
 
-def test_ctrl_c_exits_with_130(fedpcd, monkeypatch):
+def test_ctrl_c_exits_with_130_and_says_where_results_are(fedpcd, monkeypatch, tmp_path):
+    (tmp_path / "earlier").mkdir()
+
+    def interrupt(app, changes, **size):
+        (Path(changes["results-dir"]) / "this").mkdir()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main, "run_simulation", interrupt)
+    done = fedpcd("run", ROOT, "--results-dir", tmp_path)
+    assert done.exit_code == 130
+    assert done.stderr == f"fedpcd: interrupted; results so far: {tmp_path.resolve() / 'this'}\n"
+
+
+def test_ctrl_c_before_there_are_results_says_no_more(fedpcd, monkeypatch, tmp_path):
     def interrupt(*arguments, **size):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(main, "run_simulation", interrupt)
-    assert fedpcd("run", ROOT).exit_code == 130
+    assert fedpcd("run", ROOT, "--results-dir", tmp_path / "none").stderr == "fedpcd: interrupted\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_termination_unwinds_once_however_often_it_is_sent(fedpcd, monkeypatch, number):
+    unwound = []
+
+    def wait(*arguments, **size):
+        try:
+            signal.raise_signal(number)
+        finally:
+            signal.raise_signal(number)
+            unwound.append(number)
+
+    monkeypatch.setattr(main, "run_simulation", wait)
+    before = signal.getsignal(number)
+    assert fedpcd("run", ROOT).exit_code == 128 + number
+    assert unwound == [number]
+    assert signal.getsignal(number) == before
+
+
+def test_a_closed_terminal_does_not_end_a_run_under_nohup(fedpcd, monkeypatch):
+    monkeypatch.setattr(main, "run_simulation", lambda *arguments, **size: signal.raise_signal(signal.SIGHUP))
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert fedpcd("run", ROOT).exit_code == 0
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize(("names", "noted"), [("fedavg,fedpcd", True), ("fedavg", False), ("", False)])
+def test_a_comparison_of_the_strategy_with_itself_is_said_to_be_left_out(fedpcd, simulation, names, noted):
+    done = fedpcd("run", ROOT, "--compare-with", names)
+    assert done.exit_code == 0, done.stderr
+    assert ("fedpcd is the strategy of this run already" in done.stdout) == noted
+
+
+def test_the_version_is_that_of_the_installed_package(fedpcd, monkeypatch):
+    monkeypatch.setattr(main, "version", lambda name: {"fedpcd": "1.2.3"}[name])
+    done = fedpcd("--version")
+    assert (done.exit_code, done.stdout) == (0, "fedpcd 1.2.3\n")
+
+
+def test_without_an_installed_package_there_is_no_version(fedpcd, monkeypatch):
+    def version(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(main, "version", version)
+    done = fedpcd("--version")
+    assert done.exit_code == 0
+    assert "not installed" in done.stdout
 
 
 @pytest.mark.parametrize(("status", "fails"), [("finished:completed", False), ("finished:stopped", True)])
@@ -99,8 +171,8 @@ def test_only_a_completed_run_is_a_success(monkeypatch, status, fails):
             return self
 
         def __exit__(self, *error): ...
-        def submit(self, changes, **size):
-            seen.update(size)
+        def submit(self, changes, federation):
+            seen["federation"] = federation
             return 1
 
         def stream(self, run_id): ...
@@ -114,7 +186,20 @@ def test_only_a_completed_run_is_a_success(monkeypatch, status, fails):
             engines.run_simulation(app, {}, nodes=None, cpus_per_client=1)
     else:
         engines.run_simulation(app, {}, nodes=None, cpus_per_client=1)
-    assert seen["nodes"] == 10  # one per client of a cohort: 10 % of 100
+    assert seen["federation"].startswith("num-supernodes=10 ")  # one per client of a cohort: 10 % of 100
+
+
+@pytest.mark.parametrize(
+    ("details", "text"),
+    [
+        ("Simulation failed with exception: tau=2.0 is not allowed", "tau=2.0 is not allowed"),
+        ("ServerApp failed with exception: it failed with exception: x", "it failed with exception: x"),
+        ("told to fail", "told to fail"),
+        ("", "finished:failed"),
+    ],
+)
+def test_a_failed_run_is_told_in_the_words_of_its_exception(details, text):
+    assert engines._reason("finished:failed", details) == text
 
 
 @pytest.mark.parametrize(
@@ -126,10 +211,11 @@ def test_there_is_a_node_for_each_client_of_a_cohort(fraction, clients, minimum,
     assert engines.default_nodes(run_config) == nodes
 
 
-def test_a_wrong_value_reaches_the_app_and_comes_back_without_a_traceback(fedpcd, tmp_path):
-    done = fedpcd("run", ROOT, "--engine", "in-process", "-c", "dataset=nope", "--results-dir", tmp_path)
+def test_an_error_of_the_app_during_the_run_comes_back_without_a_traceback(fedpcd, tmp_path):
+    (tmp_path / "file").touch()
+    done = fedpcd("run", ROOT, "--engine", "in-process", "--results-dir", tmp_path / "file")
     assert done.exit_code == 1
-    assert "nope" in done.stderr
+    assert "is a file" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -148,14 +234,22 @@ def test_a_run_in_this_process_trains_reports_and_can_be_reported_again(fedpcd, 
     assert done.exit_code == 0, done.output + done.stderr
     assert "FedAvg" in done.stdout
     assert "FedPCD" in done.stdout
+    assert "\x1b" not in done.stdout
+    assert done.stderr == ""  # Flower's log is in its place between the progress lines
+    assert done.stdout.index("Rule: FedAvg(") < done.stdout.index("round 0/2") < done.stdout.index("Rule: FedPCD(")
+    assert "(empty!)" not in done.stdout
+    assert "evaluate (" not in done.stdout
+    run, picture = tmp_path / "short", tmp_path / "short" / "comparison.png"
+    assert done.stdout.splitlines()[-2:] == [f"picture  {picture}", f"results  {run}"]
     assert (tmp_path / "short" / "comparison.png").is_file()
     config = json.loads((tmp_path / "short" / "fedpcd" / "config.json").read_text())
     assert config["run-config"]["num-clients"] == 10
 
-    again = fedpcd("report", tmp_path / "short", "--app", ROOT)
+    again = fedpcd("report", tmp_path, "--app", ROOT, "--output", tmp_path / "other.png")  # the folder of all runs
     assert again.exit_code == 0, again.output + again.stderr
     assert "FedAvg" in again.stdout
-    assert "comparison.png" in again.stdout
+    assert again.stdout.splitlines()[-1] == f"picture  {tmp_path / 'other.png'}"
+    assert (tmp_path / "other.png").is_file()
 
 
 def test_methods_lists_every_method_with_its_defaults(fedpcd):

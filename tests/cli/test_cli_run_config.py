@@ -53,7 +53,7 @@ def test_a_value_takes_the_type_of_the_declared_default(text, expected):
         ("seed=0.5", ["seed", "'0.5'", "an integer"]),
         ("tau=much", ["tau", "'much'", "a number"]),
         ("primary=yes", ["primary", "'yes'", "true or false"]),
-        ("tau", ["'tau'", "key=value"]),
+        ("tau", ["'tau'", "key=value", ".toml"]),
         ("strategy='open", ["quotation"]),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import signal
 import stat
 import sys
 import textwrap
@@ -89,15 +91,19 @@ def test_a_run_is_submitted_with_its_values_and_its_size(programs, tmp_path):
     programs(
         "flwr",
         """
-        import json, sys
+        import json, pathlib, sys
         values = open(sys.argv[sys.argv.index("--run-config") + 1]).read()
+        seen = pathlib.Path(sys.argv[2], "seen.json")
+        seen.write_text(json.dumps({"values": values, "words": sys.argv[1:]}))
         print("a warning first")
-        print(json.dumps({"success": True, "run-id": "77", "runs": [
-            {"status": "finished:failed", "status-details": values + " ".join(sys.argv[1:])}]}))
+        print(json.dumps({"success": True, "run-id": "77"}))
         """,
     )
     with LocalSuperLink(tmp_path) as superlink:
-        assert superlink.submit({"tau": 0.5}, nodes=3, cpus_per_client=2) == 77
+        assert superlink.submit({"tau": 0.5}, "num-supernodes=3") == 77
+    arguments = json.loads((tmp_path / "seen.json").read_text())
+    assert arguments["values"] == '"tau" = 0.5\n'
+    assert arguments["words"][:5] == ["run", str(tmp_path), "fedpcd", "--federation-config", "num-supernodes=3"]
 
 
 def test_the_outcome_is_flowers_status_with_its_words(programs, tmp_path):
@@ -122,4 +128,37 @@ def test_a_refused_run_is_an_error_with_flowers_words(programs, tmp_path, code, 
     programs("flower-superlink", SERVER)
     programs("flwr", code)
     with LocalSuperLink(tmp_path) as superlink, pytest.raises(RunError, match=words):
-        superlink.submit({}, nodes=2, cpus_per_client=1)
+        superlink.submit({}, "num-supernodes=2")
+
+
+def test_the_log_is_shown_without_colours_and_noise_where_no_terminal_reads_it(programs, tmp_path, capfd):
+    programs("flower-superlink", SERVER)
+    programs("flwr", r"print('\x1b[92mINFO \x1b[0m:      kept\n\x1b[92mINFO \x1b[0m:      \n  as it is')")
+    with LocalSuperLink(tmp_path) as superlink:
+        superlink.stream(77)
+    assert capfd.readouterr().out == "INFO :      kept\n  as it is\n"
+
+
+def test_a_log_that_breaks_off_is_an_error(programs, tmp_path):
+    programs("flower-superlink", SERVER)
+    programs("flwr", "raise SystemExit(3)")
+    with LocalSuperLink(tmp_path) as superlink, pytest.raises(RunError, match="broke off with exit code 3"):
+        superlink.stream(77)
+
+
+def test_a_signal_during_the_cleanup_does_not_cut_it_short(programs, tmp_path, monkeypatch):
+    programs("flower-superlink", SERVER)
+    superlink = LocalSuperLink(tmp_path).__enter__()
+    kill = superlink._kill_descendants
+
+    def impatient():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.raise_signal(number)
+        kill()
+
+    monkeypatch.setattr(superlink, "_kill_descendants", impatient)
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    superlink.close()
+    assert marked_processes(superlink.mark) == []
+    assert not superlink.folder.exists()
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == handlers

@@ -3,6 +3,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import logging
 import socket
 import threading
 import urllib.request
@@ -14,7 +15,7 @@ import torch
 from PIL import Image
 
 from client_app import data, data_sources
-from client_app.config import TaskConfig
+from client_app.config import ConfigError, TaskConfig
 from client_app.data import load_dataset
 from client_app.data_sources import DataError, DataNotFoundError, read_fashion_mnist, read_strips
 
@@ -182,12 +183,54 @@ def test_a_packed_file_that_is_cut_short_is_an_error_that_names_it(tmp_path: Pat
         read_fashion_mnist(tmp_path)
 
 
+@pytest.mark.parametrize("dataset", ["digits", "fashion-mnist", "cifar10"])
+def test_a_data_folder_that_does_not_exist_is_an_error_and_not_created(tmp_path: Path, dataset: str) -> None:
+    folder = tmp_path / "mistyped"
+    with pytest.raises(ConfigError, match=f"data-dir='{folder}' does not exist: create the folder, give the one"):
+        load_dataset(TaskConfig(dataset=dataset, data_dir=str(folder)))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_data_folder_that_is_a_file_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"data-dir='.*file' is not a folder"):
+        load_dataset(TaskConfig(data_dir=str(tmp_path / "file")))
+
+
+def test_a_data_folder_below_the_home_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match="data-dir='~/data' does not exist"):
+        load_dataset(TaskConfig(data_dir="~/data"))
+    (tmp_path / "data").mkdir()
+    assert load_dataset(TaskConfig(data_dir="~/data")).name == "digits"
+
+
+def test_the_default_data_folder_need_not_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load_dataset(TaskConfig()).name == "digits"
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs_debian_fashion_mnist
+def test_unpacking_fashion_mnist_is_logged_once(
+    tmp_path: Path, no_network: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="flwr")
+    expected = f"fashion-mnist: unpacked {data_sources.DEBIAN_FASHION_MNIST} to {tmp_path / RAW}"
+    for _ in range(2):  # the second time there is nothing to unpack
+        read_fashion_mnist(tmp_path)
+        assert [record.getMessage() for record in caplog.records] == [expected]
+
+
 def test_missing_fashion_mnist_is_an_error_that_says_what_to_do(
     tmp_path: Path, no_network: None, no_debian_package: None
 ) -> None:
     with pytest.raises(DataNotFoundError) as caught:
         load_dataset(TaskConfig(dataset="fashion-mnist", data_dir=str(tmp_path)))
     text = str(caught.value)
+    assert text.startswith(f"fashion-mnist is not in data-dir ({tmp_path})")
+    assert "set data-dir to the folder that holds it" in text
     assert str(tmp_path / RAW) in text
     assert "train-images-idx3-ubyte" in text
     assert "apt-get install dataset-fashion-mnist" in text
@@ -201,6 +244,7 @@ def test_missing_cifar_is_an_error_that_names_both_layouts(
 ) -> None:
     with pytest.raises(DataNotFoundError) as caught:
         load_dataset(TaskConfig(dataset=name, data_dir=str(tmp_path)))
+    assert str(caught.value).startswith(f"{name} is not in data-dir")
     for expected in (str(tmp_path / layout), str(tmp_path / name), "dataset='digits'"):
         assert expected in str(caught.value)
 
@@ -228,7 +272,7 @@ def test_a_download_lands_in_the_data_folder_as_a_whole(tmp_path: Path, monkeypa
 
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "file").write_text("damaged")
-    data_sources._download(tmp_path, "http://example.invalid", fetch, ["set"], expected="a set")
+    data_sources._download("a-name", tmp_path, "http://example.invalid", fetch, ["set"], expected="a set")
     assert [path.name for path in tmp_path.iterdir()] == ["set"]
     assert (tmp_path / "set" / "file").read_text() == "new"
     assert socket.getdefaulttimeout() is None
@@ -242,7 +286,7 @@ def test_a_download_that_breaks_off_leaves_nothing_behind(tmp_path: Path, monkey
         raise OSError("connection reset")
 
     with pytest.raises(DataNotFoundError, match=r"connection reset.*Expected: a set"):
-        data_sources._download(tmp_path, "http://example.invalid", fetch, ["set"], expected="a set")
+        data_sources._download("a-name", tmp_path, "http://example.invalid", fetch, ["set"], expected="a set")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -166,13 +166,38 @@ def test_fedpcd_run_completes_reports_and_leaves_nothing_running(user, tmp_path)
     [picture] = (tmp_path / "results").glob("*/comparison.png")
     assert str(picture) in done.stdout
     assert "FedAvg" in done.stdout
+    assert done.stdout.splitlines()[-2:] == [f"picture  {picture}", f"results  {picture.parent}"]
+    assert all(
+        noise not in done.stdout for noise in ("\x1b", "Successfully installed", "SuperNodes changed", "(empty!)")
+    )
     assert marked_processes(user["FEDPCD_TEST"], "FEDPCD_TEST") == []
     assert not (Path(user["HOME"]) / ".flwr").exists()
 
 
 @pytest.mark.timeout(300)
 def test_fedpcd_run_fails_when_the_run_fails_and_says_why(user, tmp_path):
-    done = fedpcd("run", ROOT, "-c", "dataset='nope'", cwd=tmp_path, env=user)
+    (tmp_path / "file").touch()
+    done = fedpcd("run", ROOT, "--results-dir", "file", cwd=tmp_path, env=user)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "nope" in done.stderr
+    assert done.stderr.startswith("fedpcd: the run failed: results-dir=")
     assert marked_processes(user["FEDPCD_TEST"], "FEDPCD_TEST") == []
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_fedpcd_run_leaves_nothing_behind_when_it_is_ended(user, tmp_path, number):
+    before = set(Path("/tmp").glob("fedpcd-*"))
+    command = [sys.executable, "-m", "cli.main", "run", str(ROOT), "-c", "num-server-rounds=1000"]
+    env = user | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert any(line.startswith("round    1/1000") for line in process.stdout)
+        mine = set(Path("/tmp").glob("fedpcd-*")) - before
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == {signal.SIGHUP: 128 + signal.SIGHUP, signal.SIGINT: 130}[number]
+    assert ("results so far: " in errors) == (number == signal.SIGINT)
+    assert marked_processes(user["FEDPCD_TEST"], "FEDPCD_TEST") == []
+    assert mine
+    assert not any(folder.exists() for folder in mine)

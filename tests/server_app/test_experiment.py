@@ -184,7 +184,9 @@ def test_a_run_in_which_every_reply_is_unusable_fails_with_the_first_reason(tmp_
         if message.metadata.message_type == MessageType.TRAIN:
             raise ValueError("no data here")
 
-    with pytest.raises(ExperimentError, match=r"fedavg never received .*in round 1: .*no data here"):
+    with pytest.raises(
+        ExperimentError, match=r"FedAvg received no usable reply in 3 rounds.*in round 1: .*no data here"
+    ):
         run(settings(tmp_path), intercept=intercept)
     summary = json.loads((tmp_path / "run" / "fedavg" / "summary.json").read_text())
     assert (summary["status"], summary["skipped-rounds"]) == ("failed", ROUNDS)
@@ -204,6 +206,7 @@ def test_an_experiment_that_dies_keeps_what_it_had(tmp_path: Path) -> None:
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["status"] == "failed"
     assert "KeyboardInterrupt" in summary["error"]
+    assert load_file(folder / "model.safetensors").keys()
     assert not (tmp_path / "run" / "fedpcd").exists()
 
 
@@ -306,3 +309,20 @@ def test_a_wrong_key_makes_the_server_app_raise(tmp_path: Path) -> None:
 def test_flower_finds_the_app_as_a_plain_assignment() -> None:
     source = (Path(__file__).parents[2] / "server_app" / "app.py").read_text()
     assert re.search(r"^app = ServerApp\(\)", source, re.MULTILINE)
+
+
+def test_what_is_finished_is_reported_even_if_a_later_strategy_dies(tmp_path: Path) -> None:
+    rounds = iter(range(1000))
+
+    def intercept(message: Message, context: Context) -> None:
+        # 5 clients in 3 rounds are FedAvg's; FedPCD dies in its second round.
+        if message.metadata.message_type == MessageType.TRAIN and next(rounds) > 5 * ROUNDS + 5:
+            raise KeyboardInterrupt
+
+    console = make_console(io.StringIO())
+    config = settings(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        run_experiment(InProcessGrid(client_app, 2, config, intercept=intercept), config, console)
+    assert "FedAvg" in console.file.getvalue()
+    assert list((tmp_path / "run").glob("*.png"))
+    assert load_run(tmp_path / "run" / "fedavg").summary["status"] == "completed"

@@ -118,6 +118,43 @@ def test_a_wrong_value_is_an_error_that_names_key_and_value(key: str, value: obj
     assert repr(value) in text
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "near"),
+    [
+        ("strategy", "fedpdc", "fedpcd"),
+        ("strategy", "FedAvg", "fedavg"),
+        ("compare-with", "fedavgg", "fedavg"),
+        ("dataset", "cifar-10", "cifar10"),
+        ("model", "resnet-18", "resnet18"),
+        ("partition", "dirichlet-class", "dirichlet-classes"),
+        ("evaluation", "servre", "server"),
+    ],
+)
+def test_a_misspelt_choice_is_answered_with_the_nearest_one(key: str, value: str, near: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}='{value}' is not allowed: .*; did you mean '{near}'\\?$"):
+        ServerConfig.from_run_config({key: value})
+
+
+def test_a_choice_like_no_other_is_answered_without_a_guess() -> None:
+    with pytest.raises(ConfigError) as caught:
+        ServerConfig.from_run_config({"dataset": "???"})
+    assert "did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "text"),
+    [
+        ("tau", 2.0, "tau=2.0 is not allowed: use a number in [0, 1]"),
+        ("history-window", -1, "history-window=-1 is not allowed: use a whole number >= 0"),
+        ("normalization", "l3", "normalization='l3' is not allowed: use one of 'l2', 'ema', 'none'"),
+    ],
+)
+def test_a_refused_hyper_parameter_is_told_once(key: str, value: object, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ServerConfig.from_run_config({key: value})
+    assert str(caught.value) == text
+
+
 def test_values_that_exclude_each_other_are_all_named() -> None:
     with pytest.raises(ConfigError, match=r"tau=0\.0, primary=False is not allowed"):
         ServerConfig.from_run_config({"primary": False, "tau": 0})
