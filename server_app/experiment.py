@@ -111,7 +111,7 @@ def run_experiment(grid: Grid, run_config: Mapping[str, Any], console: Console |
     summaries: list[dict[str, Any]] = []
     try:
         for name in config.order:
-            summaries.append(experiment.run(name))
+            summaries.append(experiment.run(name))  # noqa: PERF401  # what is finished must survive an exception
     finally:
         # What is finished is shown even if a later strategy fails.
         if summaries:
@@ -231,8 +231,8 @@ class _Run:
     def nothing_trained(self, rounds: int) -> str:
         """Say that no reply was usable, and why the first was not."""
         return (
-            f"{type(self.strategy).__name__} received no usable reply in {rounds} rounds, so nothing was trained; first "
-            f"reason: {self.first_rejection or 'no client was asked'}. All reasons: "
+            f"{type(self.strategy).__name__} received no usable reply in {rounds} rounds, so nothing was trained; "
+            f"first reason: {self.first_rejection or 'no client was asked'}. All reasons: "
             f"{self.writer.folder / 'rejections.jsonl'}"
         )
 

@@ -35,7 +35,7 @@ CHANGED: dict[str, Any] = {
 }
 
 
-class Stop(Exception):
+class StopError(Exception):
     """The strategy was started; nothing more to see."""
 
 
@@ -45,11 +45,11 @@ def started(monkeypatch: pytest.MonkeyPatch, folder: Path, **config: Any) -> tup
 
     def start(self: MessageStrategy, **keywords: Any) -> None:
         seen.append((self, keywords))
-        raise Stop
+        raise StopError
 
     monkeypatch.setattr(MessageStrategy, "start", start)
     config = {**CHANGED, **config, "results-dir": str(folder), "run-name": "x"}
-    with pytest.raises(Stop):
+    with pytest.raises(StopError):
         run_experiment(InProcessGrid(client_app, 3, config), config)
     return seen[-1]
 
