@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, Final
 
+from server_app.finished_runs import method_name
 from strategies import METHODS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from server_app.report import RunResults
+    from server_app.finished_runs import RunResults
 
-__all__ = ["count", "difference", "labels", "method_name", "shared_setting"]
+__all__ = ["count", "difference", "labels", "shared_setting"]
 
 # Keys that say where and how long, not what; and keys of which a derived entry tells more.
 _NO_SETTING: Final = frozenset(
@@ -41,11 +42,6 @@ _FIRST: Final = ("dataset", "partition", "alpha", "shards-per-client", "clients"
 _LAST: Final = ("seed", "evaluation", "evaluate-every", "device", "torch-threads", "code-hash")
 _NOT_IN_LABELS: Final = frozenset({"code-hash"})
 _LISTED_VALUES: Final = 4
-
-
-def method_name(strategy: str) -> str:
-    """Return the class name of a registered method; any other name stays as it is."""
-    return METHODS[strategy].__name__ if strategy in METHODS else strategy
 
 
 def count(number: int, noun: str) -> str:

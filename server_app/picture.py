@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-    from server_app.report import RunResults
+    from server_app.finished_runs import RunResults
 
 __all__ = ["draw", "picture"]
 
