@@ -10,15 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .fedavg import averaging_step
-from .gram import combine, cosines, norm
+from .gram import combine, norm
 from .history import History
 from .normalization import NORMALIZATIONS, observe, scales
-from .projection import HULL_RESOLUTION, PROXQP, Program, Solution, available_solvers, irreconcilable, relax, solve
-from .updates import Aggregate, Diagnostics, Floats, Row, State, Updates
+from .projection import PROXQP, Program, Solution, available_solvers, irreconcilable, relax, solve
+from .rows import VANISHED, Rows, gather
+from .updates import Aggregate, Diagnostics, Floats, State, Updates
 from .validation import check_choice, check_learning_rate, check_range, check_whole
-
-_VANISHED = HULL_RESOLUTION
-"""Below this fraction of the lengths it is made of, a sum of rows is too short to have a direction."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +110,7 @@ class FedPCD:
         """
         start = time.perf_counter()
         history = History.from_state(state).usable(updates.round, self.history_window, updates.client_ids)
-        rows = _gather(updates, history)
+        rows = gather(updates, history)
         averages = {}
         if self.normalization == "ema":
             averages = observe(state, updates.client_ids, rows.pseudo_gradient_norms[: rows.current], self.ema_beta)
@@ -121,7 +119,7 @@ class FedPCD:
         aggregate.diagnostics["seconds-gram"] = seconds_gram
         return aggregate, {**rows.remember(updates, self.history_window).to_state(), **averages}
 
-    def _decide(self, updates: Updates, rows: _Rows, averages: State) -> Aggregate:
+    def _decide(self, updates: Updates, rows: Rows, averages: State) -> Aggregate:
         diagnostics: Diagnostics = {
             "constraints-current": int((rows.norms[: rows.current] > 0).sum()),
             "constraints-cached": len(rows.client_ids) - rows.current,
@@ -154,7 +152,7 @@ class FedPCD:
         diagnostics["seconds-program"] = time.perf_counter() - start
         return self._step(updates, rows, used, primary_norm, solution, diagnostics)
 
-    def _demands(self, rows: _Rows, primary_norm: float, averages: State) -> Floats:
+    def _demands(self, rows: Rows, primary_norm: float, averages: State) -> Floats:
         """``|g~_i| / |g~_0|``: a row of length l demands ``tau l`` per unit of its own direction."""
         if self.normalization == "l2":
             return np.ones(rows.norms.size)
@@ -178,7 +176,7 @@ class FedPCD:
     def _step(
         self,
         updates: Updates,
-        rows: _Rows,
+        rows: Rows,
         used: NDArray[np.bool_],
         primary_norm: float,
         solution: Solution,
@@ -196,7 +194,7 @@ class FedPCD:
         step = combine(rows.rows, coefficients)
         # The length of the sum itself: the quadratic form in the cosines loses half the digits of a short direction.
         length = norm(step)
-        if length <= _VANISHED * primary_norm * (own + solution.multipliers.sum()):
+        if length <= VANISHED * primary_norm * (own + solution.multipliers.sum()):
             step[:] = 0.0
         else:
             step *= self._rate(updates) * primary_norm / length
@@ -206,60 +204,6 @@ class FedPCD:
     def _rate(self, updates: Updates) -> float:
         """Server over local learning rate."""
         return (self.server_learning_rate or updates.local_learning_rate) / updates.local_learning_rate
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """Participants' rows, then cached ones, in displacement units, with their cosines."""
-
-    client_ids: tuple[str, ...]
-    rows: tuple[Row, ...]
-    rounds: NDArray[np.int64]
-    learning_rates: Floats
-    norms: Floats
-    cosines: Floats
-    current: int
-
-    @property
-    def pseudo_gradient_norms(self) -> Floats:
-        return np.asarray(self.norms / self.learning_rates)
-
-    def primary(self, updates: Updates) -> tuple[float, Floats]:
-        """Norm of the mean displacement, and its cosines with all rows; norm 0 if the mean cancels out."""
-        lengths = updates.weights * self.norms[: self.current]
-        reach = float(lengths.sum())
-        if reach == 0.0:
-            return 0.0, np.zeros(self.norms.size)
-        shares = lengths / reach
-        aligned = self.cosines[:, : self.current] @ shares
-        fraction = float(np.sqrt(max(0.0, float(shares @ aligned[: self.current]))))
-        if fraction <= _VANISHED:
-            return 0.0, np.zeros(self.norms.size)
-        return fraction * reach, aligned / fraction
-
-    def remember(self, updates: Updates, window: int) -> History:
-        """The history for the next round: zero rows demand nothing, and rows that would be too old go."""
-        everything = History(self.client_ids, self.rounds, self.learning_rates, self.rows, self.norms, self.cosines)
-        ages = updates.round + 1 - self.rounds
-        return everything.keep([i for i in range(len(self.client_ids)) if self.norms[i] > 0.0 and ages[i] <= window])
-
-
-def _gather(updates: Updates, history: History) -> _Rows:
-    norms, block = cosines(updates.rows, history.rows, history.norms)
-    k, m = len(updates.client_ids), len(history.client_ids)
-    matrix = np.empty((k + m, k + m))
-    matrix[:k] = block
-    matrix[k:, :k] = block[:, k:].T
-    matrix[k:, k:] = history.cosines
-    return _Rows(
-        client_ids=(*updates.client_ids, *history.client_ids),
-        rows=(*updates.rows, *history.rows),
-        rounds=np.concatenate([np.full(k, updates.round, dtype=np.int64), history.rounds]),
-        learning_rates=np.concatenate([np.full(k, updates.local_learning_rate), history.learning_rates]),
-        norms=np.concatenate([norms, history.norms]),
-        cosines=matrix,
-        current=k,
-    )
 
 
 def _averaged(updates: Updates, server_learning_rate: float, diagnostics: Diagnostics) -> Aggregate:
