@@ -14,7 +14,6 @@ import sys
 import sysconfig
 import tempfile
 import time
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -28,8 +27,6 @@ from .simulation_log import readable
 
 CONNECTION = "fedpcd"
 """Name of the connection in the private Flower configuration."""
-MARK = "FEDPCD_SUPERLINK"
-"""Environment variable by which every descendant of the SuperLink is found again."""
 
 
 class LocalSuperLink:
@@ -51,12 +48,12 @@ class LocalSuperLink:
     def __init__(self, app_folder: Path, *, startup_timeout: float = 60.0) -> None:
         self.app_folder = app_folder
         self.startup_timeout = startup_timeout
-        self.mark = uuid.uuid4().hex
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> LocalSuperLink:
         # Under /tmp whatever TMPDIR says: Ray's socket paths must stay below 107 characters.
         self.folder = Path(tempfile.mkdtemp(prefix="fedpcd-", dir="/tmp"))
+        self.mark = str(self.folder)
         try:
             self._start()
         except BaseException:
@@ -153,9 +150,9 @@ class LocalSuperLink:
 
     def _environment(self) -> dict[str, str]:
         env = dict(os.environ)
-        env[MARK] = self.mark
         # The SuperLink starts its helpers by name: this environment's scripts come first, activated or not.
         env["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), env.get("PATH", "")])
+        # The folder's name, in several variables, also tells every descendant of the SuperLink.
         env["FLWR_HOME"] = str(self.folder / "flwr")
         env["FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"] = "1"
         env["FLWR_DISABLE_UPDATE_CHECK"] = "1"
@@ -224,13 +221,16 @@ class LocalSuperLink:
             time.sleep(0.1)
 
 
-def marked_processes(mark: str, variable: str = MARK) -> list[int]:
-    """Ids of the processes with `mark` in an environment variable; empty where there is no ``/proc``."""
-    entry = f"{variable}={mark}".encode()
+def marked_processes(mark: str) -> list[int]:
+    """Ids of the processes whose environment contains `mark`; empty where there is no ``/proc``.
+
+    Ray's processes write their titles over part of their environment, in which variables come in any order: a mark must
+    stand in several variables to be found again with certainty.
+    """
     found = []
     for environ in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
-            if entry in environ.read_bytes().split(b"\0"):
+            if mark.encode() in environ.read_bytes():
                 found.append(int(environ.parent.name))
     return found
 

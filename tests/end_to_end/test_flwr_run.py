@@ -82,7 +82,7 @@ def user(tmp_path):
     home.mkdir()
     env = {key: value for key, value in os.environ.items() if not key.startswith(("FLWR_", "UV_", "PYTHON"))}
     env |= {
-        "FEDPCD_TEST": mark,
+        **dict.fromkeys(("FEDPCD_TEST", "A_FEDPCD_TEST", "Z_FEDPCD_TEST"), mark),  # see marked_processes
         "PATH": os.pathsep.join([sysconfig.get_path("scripts"), env["PATH"]]),
         "HOME": str(home),
         "RAY_TMPDIR": short,
@@ -94,15 +94,26 @@ def user(tmp_path):
         "FLWR_LOCAL_CONTROL_API_PORT": free_port(),
     }
     yield env
-    for pid in marked_processes(mark, "FEDPCD_TEST"):
+    for pid in marked_processes(mark):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     for _ in range(100):
-        if not marked_processes(mark, "FEDPCD_TEST"):
+        if not marked_processes(mark):
             break
         time.sleep(0.1)
     shutil.rmtree(short, ignore_errors=True)
-    assert marked_processes(mark, "FEDPCD_TEST") == []
+    assert marked_processes(mark) == []
+
+
+def left_running(user):
+    """Command lines of the processes that came from this test."""
+    found = []
+    for pid in marked_processes(user["FEDPCD_TEST"]):
+        with contextlib.suppress(OSError):
+            status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            found.append(f"{pid} (parent {status[1]}, {status[0]}): {words[:300]}")
+    return found
 
 
 def call(*command, cwd, env):
@@ -170,7 +181,7 @@ def test_fedpcd_run_completes_reports_and_leaves_nothing_running(user, tmp_path)
     assert all(
         noise not in done.stdout for noise in ("\x1b", "Successfully installed", "SuperNodes changed", "(empty!)")
     )
-    assert marked_processes(user["FEDPCD_TEST"], "FEDPCD_TEST") == []
+    assert left_running(user) == []
     assert not (Path(user["HOME"]) / ".flwr").exists()
 
 
@@ -180,7 +191,7 @@ def test_fedpcd_run_fails_when_the_run_fails_and_says_why(user, tmp_path):
     done = fedpcd("run", ROOT, "--results-dir", "file", cwd=tmp_path, env=user)
     assert done.returncode == 1, done.stdout + done.stderr
     assert done.stderr.startswith("fedpcd: the run failed: results-dir=")
-    assert marked_processes(user["FEDPCD_TEST"], "FEDPCD_TEST") == []
+    assert left_running(user) == []
 
 
 @pytest.mark.timeout(300)
@@ -198,6 +209,6 @@ def test_fedpcd_run_leaves_nothing_behind_when_it_is_ended(user, tmp_path, numbe
         _, errors = process.communicate(timeout=60)
     assert process.returncode == {signal.SIGHUP: 128 + signal.SIGHUP, signal.SIGINT: 130}[number]
     assert ("results so far: " in errors) == (number == signal.SIGINT)
-    assert marked_processes(user["FEDPCD_TEST"], "FEDPCD_TEST") == []
+    assert left_running(user) == []
     assert mine
     assert not any(folder.exists() for folder in mine)
