@@ -2,9 +2,11 @@
 
     python benchmarks/aggregation.py                 # the paper's MLP and CNN, 10 clients, history of 10 rounds
     python benchmarks/aggregation.py --model resnet18 --repeat 3
+    python benchmarks/aggregation.py --method craft --method fedfv
 
-Prints three tables: whole steps (replies in, new model out), the parts of FedPCD's step, and programs that have no
-solution. CPU seconds of this process, medians over rounds; the ratio is what to quote, the seconds are this machine's.
+Prints a table of whole steps per method (replies in, new model out), what each step says of its parts, and programs
+that have no solution. Methods with a history are measured when it is full. CPU seconds of this process, medians over
+rounds; the ratio is what to quote, the seconds are this machine's.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import argparse
 import statistics
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import numpy as np
@@ -25,6 +27,7 @@ from rich.table import Table
 from strategies.engine import Engine, Options
 from strategies.replies import Reply
 from strategies.rules import RULES, FedPCD, Updates
+from strategies.rules.updates import METRIC_NEEDS, NEWTON_DIRECTION
 
 # Shapes in the order of the models' state dicts: parameters of the paper's MLP and CNN, and ResNet-18's size in layers.
 MODELS: dict[str, list[tuple[int, ...]]] = {
@@ -36,7 +39,9 @@ MODELS: dict[str, list[tuple[int, ...]]] = {
 CLIENTS, COHORT, WARM_UP = 100, 10, 11
 
 
-def rounds(shapes: list[tuple[int, ...]], count: int) -> Iterator[tuple[int, dict[str, np.ndarray], list[Reply]]]:
+def rounds(
+    shapes: list[tuple[int, ...]], count: int, newton: bool
+) -> Iterator[tuple[int, dict[str, np.ndarray], list[Reply]]]:
     """Yield rounds of a made-up federation: ten groups of clients whose updates partly conflict."""
     generator = np.random.default_rng(0)
     groups = [[generator.standard_normal(s).astype(np.float32) for s in shapes] for _ in range(10)]
@@ -49,7 +54,9 @@ def rounds(shapes: list[tuple[int, ...]], count: int) -> Iterator[tuple[int, dic
             arrays = {
                 n: a - np.resize(noise, a.shape) - groups[client % 10][i] for i, (n, a) in enumerate(theta.items())
             }
-            replies.append(Reply(str(client), arrays, 100 + client))
+            metrics = dict.fromkeys(METRIC_NEEDS, 0.5 + client % 10 / 20)
+            direction = {n: theta[n] - a for n, a in arrays.items()} if newton else None
+            replies.append(Reply(str(client), arrays, 100 + client, metrics, newton_direction=direction))
         yield server_round, theta, replies
 
 
@@ -84,58 +91,59 @@ def flower_step(replies: list[Reply]) -> Callable[[], object]:
 
 
 def rule_step(
-    engine: Engine,
-    server_round: int,
-    theta: dict[str, np.ndarray],
-    replies: list[Reply],
-    cohort: list[str],
-    parts: dict[str, list[float]],
-) -> None:
-    """One whole step of a rule, replies in, new model out; collects what it says about itself."""
-    _, report = engine.aggregate(server_round, engine.model(theta), replies, cohort, 0.0)
-    for key, value in report.diagnostics.items():
-        if key.startswith(("seconds", "constraints")):
-            parts.setdefault(key, []).append(value)
+    engine: Engine, server_round: int, theta: dict[str, np.ndarray], replies: list[Reply]
+) -> dict[str, float]:
+    """One whole step of a rule, replies in, new model out; returns what it says about its parts."""
+    cohort, population = [reply.client_id for reply in replies], tuple(str(c) for c in range(CLIENTS))
+    _, report = engine.aggregate(server_round, engine.model(theta), replies, cohort, 0.0, population, trial_losses)
+    assert not report.skipped, report
+    return {k: v for k, v in report.diagnostics.items() if k.startswith(("seconds", "constraints"))}
 
 
-def whole_steps(console: Console, name: str, repeat: int) -> None:
+def trial_losses(arrays: Mapping[str, np.ndarray], clients: tuple[str, ...]) -> dict[str, float]:
+    """Losses that let a line search end at its second trial; what the clients compute is not the server's time."""
+    moved = float(np.abs(next(iter(arrays.values())).ravel()[:100]).mean())
+    return dict.fromkeys(clients, 0.4 + 0.1 * (moved > 1.0))
+
+
+def measure(method: str, name: str, repeat: int) -> tuple[list[float], list[float], int, int, dict[str, float]]:
+    """CPU seconds of Flower's and of the method's step on the same replies, their peak bytes, and the parts."""
+    rule = RULES[method]()
+    engine = Engine(rule, Options())
+    warm_up = WARM_UP if hasattr(rule, "history_window") else 2
+    flower: list[float] = []
+    own: list[float] = []
+    peaks, parts = (0, 0), {}
+    for server_round, theta, replies in rounds(MODELS[name], warm_up + repeat + 1, NEWTON_DIRECTION in rule.needs):
+        plain, step = flower_step(replies), partial(rule_step, engine, server_round, theta, replies)
+        if server_round == warm_up + repeat + 1:
+            peaks = (peak_bytes(plain), peak_bytes(step))
+        elif server_round > warm_up:
+            flower.append(cpu_seconds(plain))
+            start = time.process_time()
+            parts = step()
+            own.append(time.process_time() - start)
+        else:
+            step()
+    return flower, own, *peaks, parts
+
+
+def whole_steps(console: Console, name: str, methods: list[str], repeat: int) -> None:
     """Print every rule's step against Flower's."""
-    engines = {method: Engine(rule(), Options()) for method, rule in RULES.items()}
-    seconds: dict[str, list[float]] = {method: [] for method in ("flower", *engines)}
-    peaks: dict[str, int] = {}
-    parts: dict[str, list[float]] = {}
-    for server_round, theta, replies in rounds(MODELS[name], WARM_UP + repeat):
-        measured = server_round > WARM_UP
-        plain = flower_step(replies)
-        if measured:
-            seconds["flower"].append(cpu_seconds(plain))
-            peaks["flower"] = peak_bytes(plain) if server_round == WARM_UP + repeat else 0
-        for method, engine in engines.items():
-            cohort = [reply.client_id for reply in replies]
-            step = partial(rule_step, engine, server_round, theta, replies, cohort, parts)
-            if not measured:
-                parts.clear()
-            if server_round == WARM_UP + repeat:
-                peaks[method] = peak_bytes(step)
-            elif measured:
-                seconds[method].append(cpu_seconds(step))
-            else:
-                step()
     size = sum(int(np.prod(s)) for s in MODELS[name])
-    table = Table(title=f"{name}: {size:,} parameters, {COHORT} replies, history of 10 rounds")
-    for column in ("step", "CPU ms", "ratio to Flower", "peak MiB", "ratio"):
-        table.add_column(column, justify="left" if column == "step" else "right")
-    base = statistics.median(seconds["flower"])
-    for method, values in seconds.items():
-        middle = statistics.median(values)
+    table = Table(title=f"{name}: {size:,} parameters, {COHORT} replies, full history")
+    for column in ("step", "CPU ms", "ratio to Flower", "peak MiB", "ratio", "parts"):
+        table.add_column(column, justify="left" if column in ("step", "parts") else "right")
+    for method in methods:
+        flower, own, flower_peak, peak, parts = measure(method, name, repeat)
+        middle = statistics.median(own)
+        told = " ".join(f"{k}={v * 1e3:.0f}ms" if k.startswith("seconds") else f"{k}={v}" for k, v in parts.items())
         table.add_row(
-            "Flower's aggregate" if method == "flower" else method,
-            f"{middle * 1e3:.1f}", f"{middle / base:.1f}", f"{peaks[method] / 2**20:.0f}",
-            f"{peaks[method] / max(peaks['flower'], 1):.1f}",
+            method, f"{middle * 1e3:.1f}", f"{middle / statistics.median(flower):.1f}", f"{peak / 2**20:.0f}",
+            f"{peak / max(flower_peak, 1):.1f}", told,
         )  # fmt: skip
+        console.print(f"{name} {method}: {middle / statistics.median(flower):.2f}", style="dim")
     console.print(table)
-    middles = {key: statistics.median(values) for key, values in sorted(parts.items())}
-    console.print({k: round(v * 1e3, 2) if k.startswith("seconds") else v for k, v in middles.items()}, "(ms)")
 
 
 def infeasible_programs(console: Console) -> None:
@@ -164,11 +172,12 @@ def main() -> None:
     """Parse the arguments and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=[*MODELS], action="append", help="repeatable; default: mlp and cnn")
+    parser.add_argument("--method", choices=[*RULES], action="append", help="repeatable; default: all")
     parser.add_argument("--repeat", type=int, default=7, help="measured rounds (default 7)")
     arguments = parser.parse_args()
-    console = Console(width=100)
+    console = Console(width=140)
     for name in arguments.model or ["mlp", "cnn"]:
-        whole_steps(console, name, arguments.repeat)
+        whole_steps(console, name, arguments.method or [*RULES], arguments.repeat)
     infeasible_programs(console)
 
 

@@ -20,7 +20,7 @@ from .app_folder import APP_PACKAGES, AppFolder, Value
 from .engines import run_in_process, run_simulation
 from .errors import RunError, UsageError
 from .interruption import orderly_termination
-from .methods import methods_table
+from .methods import account, methods_table
 from .results_folders import new_runs, runs_in
 from .run_config import overrides
 
@@ -103,6 +103,9 @@ def run(
     with _reported_errors():
         folder = AppFolder.at(app_dir)
         changes = overrides(folder, preset, run_config or [])
+        if changes.get("strategy") == "list":
+            Console().print(methods_table())
+            return
         if compare_with is not None:
             changes["compare-with"] = compare_with
         place = changes["results-dir"] = _absolute(results_dir, str(changes.get("results-dir", "")))
@@ -174,9 +177,22 @@ def _check_picture(file: Path) -> None:
 
 
 @app.command()
-def methods() -> None:
-    """List the methods, their hyper-parameters and defaults."""
-    Console().print(methods_table())
+def methods(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Tell all about this method.")] = None,
+) -> None:
+    """List the methods with their hyper-parameters and defaults, or tell all about one.
+
+    For example:
+
+      fedpcd methods
+
+      fedpcd methods craft
+    """
+    with _reported_errors():
+        if name is None:
+            Console().print(methods_table())
+        else:
+            Console().print(account(name), markup=False, highlight=False)
 
 
 @contextmanager

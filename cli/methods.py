@@ -1,41 +1,56 @@
-"""The table of methods, read from the library's registry."""
+"""The table of methods and the account of one method, read from the library's docstrings."""
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
-import inspect
 from typing import Any
 
 from rich.table import Table
 
+from .errors import UsageError
 
-def registry() -> dict[str, type[Any]]:
-    """``METHODS`` of the library beside this package: ``fedpcd`` installed, ``strategies`` in a checkout."""
+
+def descriptions() -> dict[str, Any]:
+    """A `Description` per method of the library beside this package (``fedpcd``; ``strategies`` in a checkout)."""
     library = (__package__ or "").rpartition(".")[0] or "strategies"
-    methods: dict[str, type[Any]] = importlib.import_module(library).METHODS
-    return methods
-
-
-def describe(strategy: type[Any]) -> tuple[str, str]:
-    """Hyper-parameters with their defaults, as run-config keys, and the first line of the documentation."""
-    fields = dataclasses.fields(strategy.rule_class)
-    hyper_parameters = "  ".join(f"{field.name.replace('_', '-')}={_default(field)}" for field in fields)
-    documentation = inspect.getdoc(strategy) or ""
-    return hyper_parameters, documentation.partition("\n")[0]
-
-
-def _default(field: dataclasses.Field[Any]) -> str:
-    if field.default is dataclasses.MISSING:
-        return "(required)"
-    return str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
+    describe = importlib.import_module(f"{library}.describe").describe
+    rules = importlib.import_module(f"{library}.rules").RULES
+    return {name: describe(name, rule) for name, rule in rules.items()}
 
 
 def methods_table() -> Table:
-    """Name, hyper-parameters and purpose of every registered method."""
-    table = Table(title="methods: -c strategy=NAME, or --compare-with NAME")
-    for heading in ("name", "hyper-parameters", "what it does"):
+    """Name, purpose, needs and hyper-parameters of every registered method."""
+    table = Table(title="methods: -c \"strategy='NAME'\", or --compare-with NAME; fedpcd methods NAME tells more")
+    for heading in ("name", "what it does", "asks clients for", "hyper-parameters"):
         table.add_column(heading, overflow="fold")
-    for name, strategy in registry().items():
-        table.add_row(name, *describe(strategy))
+    for name, method in descriptions().items():
+        defaults = "  ".join(f"{key}={value}" for key, value in method.hyper_parameters.items())
+        table.add_row(name, method.summary, method.needs, defaults)
     return table
+
+
+def account(name: str) -> str:
+    """What a method is, in plain text.
+
+    Raises
+    ------
+    UsageError
+        If there is no such method.
+    """
+    known = descriptions()
+    if name not in known:
+        raise UsageError(f"there is no method {name!r}; there are {', '.join(known)}")
+    method = known[name]
+    parts = [
+        f"{method.title}  (strategy='{name}')",
+        method.summary,
+        method.formula,
+        f"Needs: {method.needs}",
+        f"Guarantees: {method.guarantees}",
+        f"Cost: {method.cost}",
+        f"Use it when {method.use}",
+        method.parameters,
+        method.notes,
+        method.references,
+    ]
+    return "\n\n".join(part for part in parts if part)

@@ -11,8 +11,10 @@ from client_app import client
 from client_app.client_state import PARTICIPATIONS
 from client_app.code_hash import code_hash
 from client_app.legacy_client import LegacyClient
+from client_app.needs import read_needs, wants_training_split
 from client_app.watchdog import ended_after_round_timeout
 from strategies import protocol
+from strategies.rules.updates import LOSS_BEFORE
 
 _LEGACY_TYPES: Final = ("get_properties", "get_parameters")
 _LEGACY_RECORDS: Final = ("fitins.parameters", "evaluateins.parameters")
@@ -57,12 +59,13 @@ def train(message: Message, context: Context) -> Message:
     """Train the received model on the training examples of the client that the message names."""
     arrays, config = _content(message)
     order, rate = client.read_order(config), client.read_learning_rate(config)
-    result = client.train_client(context, order, rate, arrays.to_torch_state_dict())
+    result = client.train_client(context, order, rate, arrays.to_torch_state_dict(), read_needs(config))
     metrics = MetricRecord(
         {
             protocol.NUM_EXAMPLES: result.num_examples,
             protocol.TRAIN_LOSS: result.train_loss,
             PARTICIPATIONS: result.participations,
+            **result.metrics,
         }
     )
     content = RecordDict({protocol.ARRAYS: ArrayRecord(result.state), protocol.METRICS: metrics})
@@ -73,7 +76,12 @@ def train(message: Message, context: Context) -> Message:
 def evaluate(message: Message, context: Context) -> Message:
     """Evaluate the received model on the test examples of the client that the message names."""
     arrays, config = _content(message)
-    result = client.evaluate_client(context, client.read_order(config), arrays.to_torch_state_dict())
+    order, state = client.read_order(config), arrays.to_torch_state_dict()
+    if wants_training_split(config):
+        count, loss = client.training_loss(context, order, state)
+        record = MetricRecord({protocol.NUM_EXAMPLES: count, LOSS_BEFORE: loss})
+        return Message(RecordDict({protocol.METRICS: record}), reply_to=message)
+    result = client.evaluate_client(context, order, state)
     metrics = MetricRecord(
         {
             protocol.NUM_EXAMPLES: result.num_examples,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Final
@@ -18,9 +18,11 @@ from client_app import client_state, hosting, streams
 from client_app.config import TaskConfig
 from client_app.data import load_dataset
 from client_app.models import build_model
+from client_app.needs import Needs
 from client_app.partition import load_partition
 from client_app.training import TORCH_LOCK, evaluate, resolve_device, torch_seed, torch_threads, train_locally
 from strategies import protocol
+from strategies.rules.updates import ACCURACY_AFTER, ACCURACY_BEFORE, LOSS_BEFORE
 
 State = Mapping[str, torch.Tensor]
 
@@ -60,6 +62,8 @@ class TrainingResult:
     num_examples: int
     train_loss: float
     participations: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    newton_direction: dict[str, torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -121,7 +125,7 @@ def read_learning_rate(config: Mapping[str, Any]) -> float:
     return rate
 
 
-def train_client(context: Context, order: Order, learning_rate: float, state: State) -> TrainingResult:
+def train_client(context: Context, order: Order, learning_rate: float, state: State, needs: Needs = Needs()) -> TrainingResult:
     """Train the received model on a client's training examples.
 
     Parameters
@@ -134,6 +138,8 @@ def train_client(context: Context, order: Order, learning_rate: float, state: St
         The round's local learning rate.
     state : Mapping
         The received model's state dict.
+    needs : Needs
+        What is computed beyond the update.
 
     Returns
     -------
@@ -153,6 +159,7 @@ def train_client(context: Context, order: Order, learning_rate: float, state: St
     with TORCH_LOCK, torch_threads(task.torch_threads), torch_seed(streams.integer_seed(sequence), device):
         model = _model(task)
         model.load_state_dict(state)
+        metrics = _metrics_before(model, images, labels, needs)
         loss = train_locally(
             model,
             images,
@@ -161,10 +168,13 @@ def train_client(context: Context, order: Order, learning_rate: float, state: St
             local_epochs=task.local_epochs,
             batch_size=task.batch_size,
             rng=np.random.default_rng(sequence),
+            transform=needs.utility,
         )
+        if ACCURACY_AFTER in needs:
+            metrics[ACCURACY_AFTER] = evaluate(model, images, labels)[0]
         trained = {name: value.detach().to("cpu", copy=True) for name, value in model.state_dict().items()}
         participations = client_state.count_participation(context.state, order.memory)
-    return TrainingResult(trained, len(labels), loss, participations)
+    return TrainingResult(trained, len(labels), loss, participations, metrics)
 
 
 def evaluate_client(context: Context, order: Order, state: State) -> EvaluationResult:
@@ -198,6 +208,25 @@ def evaluate_client(context: Context, order: Order, state: State) -> EvaluationR
         model.load_state_dict(state)
         accuracy, loss = evaluate(model, images, labels)
     return EvaluationResult(len(labels), accuracy, loss)
+
+
+def training_loss(context: Context, order: Order, state: State) -> tuple[int, float]:
+    """Return the number of a client's training examples and the received model's mean loss on them."""
+    task, index = _task_and_index(context, order)
+    device = resolve_device(task.device)
+    examples = load_dataset(task).train_examples(load_partition(task).train[index])
+    images, labels = (tensor.to(device) for tensor in examples)
+    with TORCH_LOCK, torch_threads(task.torch_threads):
+        model = _model(task)
+        model.load_state_dict(state)
+        return len(labels), evaluate(model, images, labels)[1]
+
+
+def _metrics_before(model: nn.Module, images: torch.Tensor, labels: torch.Tensor, needs: Needs) -> dict[str, float]:
+    if LOSS_BEFORE not in needs and ACCURACY_BEFORE not in needs:
+        return {}
+    accuracy, loss = evaluate(model, images, labels)
+    return {name: value for name, value in ((LOSS_BEFORE, loss), (ACCURACY_BEFORE, accuracy)) if name in needs}
 
 
 def initial_state(context: Context) -> State:

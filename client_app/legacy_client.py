@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 from client_app import client
 from client_app.client_state import PARTICIPATIONS
 from client_app.code_hash import code_hash
+from client_app.needs import read_needs, wants_training_split
 from strategies import protocol
+from strategies.rules.updates import LOSS_BEFORE
 
 Arrays = list[NDArray[Any]]
 
@@ -49,13 +51,16 @@ class LegacyClient(NumPyClient):  # type: ignore[misc, unused-ignore]
     def fit(self, parameters: Arrays, config: dict[str, Any]) -> tuple[Arrays, int, dict[str, Any]]:
         """Train the received model on the training examples of the client that the config names."""
         order, rate = client.read_order(config), client.read_learning_rate(config)
-        result = client.train_client(self._context, order, rate, self._to_state(parameters))
-        metrics = {protocol.TRAIN_LOSS: result.train_loss, PARTICIPATIONS: result.participations}
+        result = client.train_client(self._context, order, rate, self._to_state(parameters), read_needs(config))
+        metrics = {protocol.TRAIN_LOSS: result.train_loss, PARTICIPATIONS: result.participations, **result.metrics}
         return _to_arrays(result.state), result.num_examples, metrics
 
     def evaluate(self, parameters: Arrays, config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
         """Evaluate the received model on the test examples of the client that the config names."""
         order = client.read_order(config)
+        if wants_training_split(config):
+            count, loss = client.training_loss(self._context, order, self._to_state(parameters))
+            return loss, count, {LOSS_BEFORE: loss}
         result = client.evaluate_client(self._context, order, self._to_state(parameters))
         return result.loss, result.num_examples, {protocol.ACCURACY: result.accuracy}
 

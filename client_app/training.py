@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
@@ -83,6 +83,8 @@ def train_locally(
     local_epochs: int,
     batch_size: int,
     rng: np.random.Generator,
+    transform: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    pull: Callable[[], None] | None = None,
 ) -> float:
     """Train a model in place by plain SGD on the cross-entropy: no momentum, no weight decay.
 
@@ -102,6 +104,10 @@ def train_locally(
         Examples per step; the last batch of a pass may be smaller. 0: all examples in one step, in the given order.
     rng : numpy.random.Generator
         Draws the order of the examples in each pass.
+    transform : callable, optional
+        Maps a batch's mean loss to the loss that is minimised; the returned loss is the one before.
+    pull : callable, optional
+        Called between a batch's gradient and the step, to add a regulariser's gradient.
 
     Returns
     -------
@@ -122,7 +128,10 @@ def train_locally(
         for batch in _batches(count, batch_size, rng):
             optimizer.zero_grad(set_to_none=True)
             loss = functional.cross_entropy(model(images[batch]), labels[batch])
-            loss.backward()  # type: ignore[no-untyped-call, unused-ignore]
+            objective = loss if transform is None else transform(loss)
+            objective.backward()  # type: ignore[no-untyped-call, unused-ignore]
+            if pull is not None:
+                pull()
             optimizer.step()
             total += loss.item() * len(labels[batch])
     return total / (count * local_epochs)

@@ -15,6 +15,9 @@ from server_app.evaluation import ServerEvaluation, check_agreement, initial_arr
 from server_app.report import compare, make_console
 from server_app.results import ResultsWriter, default_run_name, new_run_folder
 from strategies import METHODS, protocol
+from strategies.describe import describe
+from strategies.rules import RULES
+from strategies.rules.updates import PERSONAL_MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -105,8 +108,11 @@ def run_experiment(grid: Grid, run_config: Mapping[str, Any], console: Console |
     RosterError
         If the nodes did not connect in time, or run other code than the server.
     """
-    config = ServerConfig.from_run_config(run_config)
     output = console if console is not None else make_console()
+    if run_config.get("strategy") == "list":
+        _list_methods(output)
+        return []
+    config = ServerConfig.from_run_config(run_config)
     experiment = _Experiment(config, grid, output)
     summaries: list[dict[str, Any]] = []
     try:
@@ -117,6 +123,14 @@ def run_experiment(grid: Grid, run_config: Mapping[str, Any], console: Console |
         if summaries:
             experiment.report(config.order[: len(summaries)])
     return summaries
+
+
+def _list_methods(console: Console) -> None:
+    for name, rule in RULES.items():
+        method = describe(name, rule)
+        defaults = " ".join(f"{key}={value}" for key, value in method.hyper_parameters.items())
+        text = f"{name}: {method.summary} Needs: {method.needs} Hyper-parameters: {defaults or 'none'}"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 class _Experiment:
@@ -173,6 +187,7 @@ class _Experiment:
                 num_rounds=config.num_server_rounds,
                 timeout=config.round_timeout,
                 train_config=ConfigRecord({protocol.STRATEGY: name}),
+                evaluate_config=ConfigRecord({protocol.STRATEGY: name}),
                 evaluate_fn=run.evaluate,
             )
             if run.accepted == 0:
@@ -209,7 +224,10 @@ class _Run:
         self.arrays = experiment.initial
         self.accepted = 0
         self.first_rejection = ""
-        self.federated = experiment.evaluation in ("federated", "both")
+        rule = METHODS[name].rule_class(**experiment.config.hyper_parameters[name])
+        # Only the clients have their personal models.
+        self.federated = experiment.evaluation in ("federated", "both") or PERSONAL_MODEL in rule.required()
+        self.name = name
         self.strategy = experiment.strategy(
             name, federated=self.federated, on_round=self.on_round, on_evaluation=self.on_evaluation
         )
@@ -247,7 +265,8 @@ class _Run:
         self.arrays = self.writer.latest = arrays
         result = None
         if self._due(server_round):
-            result = self.writer.record_evaluation(server_round, self._metrics(server_round, arrays))
+            metrics = self._metrics(server_round, arrays)
+            result = self.writer.record_evaluation(server_round, metrics, self._variants())
         now = time.perf_counter()
         seconds, self._round_ended = now - self._round_ended, now
         self._print(server_round, result, seconds)
@@ -277,10 +296,26 @@ class _Run:
         check_agreement(server_round, metrics, on_clients)
         return metrics
 
+    def _variants(self) -> dict[str, dict[str, float]]:
+        """Accuracies of the method's other models: the clients' personal ones, the last iterate of an average."""
+        found: dict[str, dict[str, float]] = {}
+        personal = {
+            client: values[protocol.PERSONAL_ACCURACY]
+            for client, values in self._evaluated[1].items()
+            if 0.0 <= values.get(protocol.PERSONAL_ACCURACY, -1.0) <= 1.0
+        }
+        if personal:
+            found["personal"] = personal
+        on_server, iterate = self.experiment.server_evaluation, self.strategy.last_iterate
+        if on_server is not None and iterate is not None:
+            found["last-iterate"] = {client: values[protocol.ACCURACY] for client, values in on_server(iterate).items()}
+        return found
+
     def _ask_clients(self, arrays: ArrayRecord) -> None:
         """Have the clients evaluate the initial model; Flower's loop begins only after it."""
         grid, timeout = self.experiment.grid, self.experiment.config.round_timeout
-        messages = self.strategy.configure_evaluate(0, arrays, ConfigRecord(), grid)
+        config = ConfigRecord({protocol.STRATEGY: self.name})
+        messages = self.strategy.configure_evaluate(0, arrays, config, grid)
         self.strategy.aggregate_evaluate(0, grid.send_and_receive(messages, timeout=timeout))
 
     def _print(self, server_round: int, result: Fairness | None, seconds: float) -> None:

@@ -38,6 +38,10 @@ _UNLIMITED = 10_000
 _COLUMNS: Final = ("mean", "sigma_c", "worst\n10%", "best\n10%", "Jain", "worst\nclient", "id", "rounds", "seconds")
 _EXPENDABLE: Final = ("seconds", "Jain", "best\n10%", "rounds", "id")
 """Columns that a narrow terminal does without, the first one first."""
+_VARIANTS: Final = {
+    "personal": "the clients' personal models (not in the table)",
+    "last-iterate": "the last iterate instead of the average (not in the table)",
+}
 _AVERAGED = 10
 """Fewer evaluations than these include the steep beginning, so their average says little."""
 
@@ -169,6 +173,11 @@ def _notes(runs: Sequence[RunResults]) -> Iterator[str]:
             yield (
                 f"{run.label}, average of the last {average['evaluations']} evaluations: "
                 f"mean {average['mean']:.1%}, worst 10% {average['worst-10']:.1%}."
+            )
+        for variant, found in (run.final or {}).get("variants", {}).items():
+            yield (
+                f"{run.label}, {_VARIANTS.get(variant, variant)}: mean {found['mean']:.1%}, "
+                f"sigma {found['sigma-c']:.1%}, worst 10% {found['worst-10']:.1%}, Jain {found['jain']:.3f}."
             )
         incidents = list(_incidents(run))
         if incidents:

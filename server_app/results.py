@@ -261,7 +261,12 @@ class ResultsWriter:
             }
             self._append(self._rejections_file, _json_line(record))
 
-    def record_evaluation(self, server_round: int, metrics: Mapping[str, Mapping[str, float]]) -> Fairness | None:
+    def record_evaluation(
+        self,
+        server_round: int,
+        metrics: Mapping[str, Mapping[str, float]],
+        variants: Mapping[str, Mapping[str, float]] | None = None,
+    ) -> Fairness | None:
         """Write each client's test metrics and complete the round's line with the fairness metrics.
 
         Parameters
@@ -271,6 +276,10 @@ class ResultsWriter:
         metrics : mapping of str to mapping
             By client id: accuracy, loss and number of examples, under the protocol's names. Clients of the
             roster that are absent here are named in the line.
+        variants : mapping of str to mapping, optional
+            Accuracies by client id of other models of the method, by the models' name: ``personal`` (each client's
+            own), ``last-iterate`` (where the method's result is an average). They get their own fairness metrics, in
+            the evaluation's ``variants``, and are never mixed with those of the global model.
 
         Returns
         -------
@@ -299,6 +308,8 @@ class ResultsWriter:
                 "mean-loss": _mean(losses),
                 "missing-clients": [client for client in self._client_ids if client not in metrics],
             }
+            if variants:
+                line["evaluation"]["variants"] = {name: fairness(found).as_json() for name, found in variants.items()}
         self._write_line(line)
         return result
 

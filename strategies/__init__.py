@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from .engine import Options
 from .message import MessageStrategy, strategy_class
-from .replies import SecureAggregationError
+from .replies import MissingNeedError, SecureAggregationError
 from .reports import EvaluationReport, Rejection, RoundReport
 from .roster import RosterError
 from .rules import RULES
@@ -24,6 +24,7 @@ __all__ = [  # the strategies' names come from the registry of rules
     "CentralPrivacyError",
     "EvaluationReport",
     "MessageStrategy",
+    "MissingNeedError",
     "Options",
     "Rejection",
     "RosterError",

@@ -5,17 +5,34 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from .evaluation import weighted_means
-from .replies import BUFFER_PATTERNS, Accepted, Arrays, Model, Reply, are_individual, screen, to_updates
+from .protocol import NEEDS
+from .replies import (
+    BUFFER_PATTERNS,
+    Accepted,
+    Arrays,
+    MissingNeedError,
+    Model,
+    Reply,
+    are_individual,
+    screen,
+    to_updates,
+    undelivered,
+)
 from .reports import EvaluationReport, RoundReport
 from .rules import Rule, State
-from .rules.updates import Diagnostics
+from .rules.rule import ClientValue
+from .rules.updates import PERSONAL_MODEL, TRIAL_LOSSES, Diagnostics, Floats, TrialLosses
 from .rules.validation import check_choice, check_range, check_whole, is_real
+
+AskTrial = Callable[[Arrays, tuple[str, ...]], dict[str, float]]
+"""Sends a trial model to clients and returns their training losses at it; whoever does not answer is left out."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +117,8 @@ class Engine:
     ----------
     state : dict
         The rule's memory between rounds.
+    output : dict of str to ndarray, or None
+        The method's result so far, where that is not the model which training continues from.
     """
 
     def __init__(self, rule: Rule, options: Options) -> None:
@@ -110,14 +129,32 @@ class Engine:
     def reset(self) -> None:
         """Forget everything: the next round is a run's first."""
         self.state: State = {}
+        self.output: dict[str, NDArray[Any]] | None = None
         self._individual = False
+        self._delivered = False
+
+    def train_config(self) -> dict[str, ClientValue]:
+        """What the rule asks of clients with every training message; empty for rules that ask for nothing."""
+        needs = self.rule.required()
+        return {**({NEEDS: ",".join(needs)} if needs else {}), **self.rule.client_config()}
+
+    def evaluate_config(self) -> dict[str, ClientValue]:
+        """What the rule asks of clients with every evaluation message."""
+        return {NEEDS: PERSONAL_MODEL} if PERSONAL_MODEL in self.rule.required() else {}
 
     def model(self, arrays: Arrays) -> Model:
         """The global model that is about to be sent."""
         return Model(arrays, self.options.buffer_patterns)
 
     def aggregate(
-        self, server_round: int, model: Model, replies: Iterable[Reply], cohort: Sequence[str], waited: float
+        self,
+        server_round: int,
+        model: Model,
+        replies: Iterable[Reply],
+        cohort: Sequence[str],
+        waited: float,
+        population: tuple[str, ...] = (),
+        ask_trial: AskTrial | None = None,
     ) -> tuple[dict[str, NDArray[Any]] | None, RoundReport]:
         """Finish a round of training.
 
@@ -133,6 +170,10 @@ class Engine:
             Who was asked.
         waited : float
             Seconds spent waiting for replies.
+        population : tuple of str
+            All clients that could have been asked, in stable order.
+        ask_trial : callable, optional
+            Asks clients for their loss at a trial model, for rules that search along their direction.
 
         Returns
         -------
@@ -143,10 +184,17 @@ class Engine:
         ------
         SecureAggregationError
             If the first updates are not individual ones.
+        MissingNeedError
+            If no client has ever delivered something that the rule needs.
         """
         start = time.perf_counter()
-        accepted, rejections = screen(model, replies, cohort, self.options.norm_screen)
-        arrays, diagnostics = self._apply(server_round, model, accepted) if accepted else (None, {})
+        answers, needs = list(replies), self.rule.required()
+        accepted, rejections = screen(model, answers, cohort, self.options.norm_screen, needs)
+        self._require_delivery(answers, needs, bool(accepted))
+        arrays: dict[str, NDArray[Any]] | None = None
+        diagnostics: Diagnostics = {}
+        if accepted:
+            arrays, diagnostics = self._apply(server_round, model, accepted, population, ask_trial)
         report = RoundReport(
             server_round,
             tuple(cohort),
@@ -161,19 +209,53 @@ class Engine:
             self.options.on_round(report)
         return arrays, report
 
+    def _require_delivery(self, answers: Sequence[Reply], needs: Sequence[str], delivered: bool) -> None:
+        self._delivered = self._delivered or delivered
+        missing = None if self._delivered else undelivered(answers, needs)
+        if missing is not None:
+            raise MissingNeedError(
+                f"{type(self.rule).__name__} needs {missing!r} from every client, and no client sends it: the "
+                f"ClientApp must answer the config key {NEEDS!r} of a training message (see docs/methods)"
+            )
+
     def _apply(
-        self, server_round: int, model: Model, accepted: Sequence[Accepted]
+        self,
+        server_round: int,
+        model: Model,
+        accepted: Sequence[Accepted],
+        population: tuple[str, ...],
+        ask_trial: AskTrial | None,
     ) -> tuple[dict[str, NDArray[Any]] | None, Diagnostics]:
         if self.rule.individual_updates and not self._individual:
             self._individual = are_individual(accepted)
-        updates = to_updates(accepted, server_round, self.options.learning_rate(server_round))
+        needs = self.rule.required()
+        search = None
+        if TRIAL_LOSSES in needs and ask_trial is not None:
+            search = _trial_losses(model, tuple(reply.client_id for reply in accepted), ask_trial)
+        rate = self.options.learning_rate(server_round)
+        updates = to_updates(model, accepted, server_round, rate, needs, population, search)
         aggregate, state = self.rule.aggregate(updates, self.state)
         try:
             arrays = model.moved(aggregate, accepted, updates.weights)
+            if aggregate.output_offset is not None:
+                output = replace(aggregate, step=aggregate.step - aggregate.output_offset)
+                self.output = model.moved(output, accepted, updates.weights)
         except FloatingPointError as error:  # However it came about, a step out of range must not end the run.
             return None, {**aggregate.diagnostics, "status": "overflow", "error": str(error)}
         self.state = state
         return arrays, aggregate.diagnostics
+
+
+def _trial_losses(model: Model, clients: tuple[str, ...], ask: AskTrial) -> TrialLosses:
+    def losses(step: Floats) -> Floats:
+        try:
+            trial = model.shifted(step)
+        except FloatingPointError:  # A trial out of range is one that nobody accepts.
+            return np.full(len(clients), np.nan)
+        answers = ask(trial, clients)
+        return np.array([answers.get(client, np.nan) for client in clients])
+
+    return losses
 
 
 def round_metrics(report: RoundReport, weight_key: str) -> dict[str, float]:

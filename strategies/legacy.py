@@ -10,6 +10,8 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from logging import WARNING
 from typing import Any, ClassVar, TypeVar
 
@@ -40,10 +42,21 @@ from .engine import Engine, round_metrics
 from .evaluation import evaluation_report, weighted_means
 from .keywords import split, subclass
 from .logs import last_line, log_rejections
-from .protocol import CLIENT_ID, LOCAL_LEARNING_RATE, LOSS, NUM_EXAMPLES, OWN, SERVER_ROUND
-from .replies import Arrays, Model, Reply
+from .protocol import (
+    CLIENT_ID,
+    LOCAL_LEARNING_RATE,
+    LOSS,
+    NEWTON_DIRECTION,
+    NUM_EXAMPLES,
+    OWN,
+    SERVER_ROUND,
+    SPLIT,
+    TRAINING_SPLIT,
+)
+from .replies import Arrays, Model, Reply, finite_metrics
 from .roster import Answer, Node, Roster, RosterError
 from .rules import RULES, Rule
+from .rules.updates import LOSS_BEFORE
 from .wrapping import refuse_privacy_wrapper
 
 _DISCARDED = "not used: another client failed, and accept_failures is False"
@@ -65,6 +78,7 @@ class LegacyStrategy(FlowerFedAvg):
         self._model: Model | None = None
         self._asked: dict[str, _Client] = {}
         self._sent_at = 0.0
+        self._config: dict[str, Scalar] = {}
 
     @property
     def rule(self) -> Rule:
@@ -85,10 +99,12 @@ class LegacyStrategy(FlowerFedAvg):
         config = self.on_fit_config_fn(server_round) if self.on_fit_config_fn is not None else {}
         if self.engine.options.client_ids == "ask":
             config = {**config, LOCAL_LEARNING_RATE: self.engine.options.learning_rate(server_round)}
+        self._config = {**config, **self.engine.train_config()}
         self._sent_at = time.perf_counter()
         self._asked = self._address(chosen, proxies)
         return [
-            (client, FitIns(parameters, self._config(config, client, server_round))) for client in self._asked.values()
+            (client, FitIns(parameters, self._own_config(self._config, client, server_round)))
+            for client in self._asked.values()
         ]
 
     def aggregate_fit(
@@ -105,13 +121,47 @@ class LegacyStrategy(FlowerFedAvg):
         answers += self._failed()
         if failures and not self.accept_failures:
             answers = [a if a.error is not None else Reply(a.client_id, error=_DISCARDED) for a in answers]
-        arrays, report = self.engine.aggregate(server_round, self._model, answers, tuple(self._asked), waited)
+        arrays, report = self.engine.aggregate(
+            server_round,
+            self._model,
+            answers,
+            tuple(self._asked),
+            waited,
+            self._roster.client_ids,
+            partial(self._ask_trial, server_round),
+        )
         log_rejections("aggregate_fit", len(report.accepted), report.rejections)
         metrics: dict[str, Scalar] = dict(round_metrics(report, NUM_EXAMPLES))
         if self.fit_metrics_aggregation_fn is not None:
             usable = [(r.num_examples, r.metrics) for p, r in results if _name(p) in report.train_metrics]
             metrics.update(self.fit_metrics_aggregation_fn(usable))
         return (None if arrays is None else ndarrays_to_parameters(list(arrays.values()))), metrics
+
+    def _ask_trial(self, server_round: int, arrays: Arrays, clients: tuple[str, ...]) -> dict[str, float]:
+        """Training losses of clients at a trial model; whoever fails is left out."""
+        parameters = ndarrays_to_parameters(list(arrays.values()))
+
+        def ask(client: _Client) -> float:
+            config = {**self._own_config(self._config, client, server_round), SPLIT: TRAINING_SPLIT}
+            try:
+                result = client.proxy.evaluate(EvaluateIns(parameters, config), None, server_round)
+            except Exception:  # Whatever a client raises, it only has no say in this trial.
+                return float("nan")
+            return finite_metrics(result.metrics).get(LOSS_BEFORE, float("nan"))
+
+        asked = [self._asked[client] for client in clients]
+        # As Flower asks its clients: from one thread each.
+        with ThreadPoolExecutor(max_workers=max(1, len(asked))) as pool:
+            return dict(zip(clients, pool.map(ask, asked), strict=True))
+
+    def evaluate(self, server_round: int, parameters: Parameters) -> tuple[float, dict[str, Scalar]] | None:
+        """Evaluate the method's result with `evaluate_fn`."""
+        return super().evaluate(server_round, self._output(parameters))
+
+    def _output(self, parameters: Parameters) -> Parameters:
+        """The method's result, given the model that training continues from."""
+        output = self.engine.output
+        return parameters if output is None else ndarrays_to_parameters(list(output.values()))
 
     def configure_evaluate(
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
@@ -125,9 +175,11 @@ class LegacyStrategy(FlowerFedAvg):
         size = cohort.size(self.fraction_evaluate, self.min_evaluate_clients, len(clients))
         chosen = cohort.draw(clients, size, self.engine.options.seed, server_round, "evaluate")
         config = self.on_evaluate_config_fn(server_round) if self.on_evaluate_config_fn is not None else {}
+        config = {**config, **self.engine.evaluate_config()}
+        parameters = self._output(parameters)
         self._asked = self._address(chosen, proxies)
         return [
-            (client, EvaluateIns(parameters, self._config(config, client, server_round)))
+            (client, EvaluateIns(parameters, self._own_config(config, client, server_round)))
             for client in self._asked.values()
         ]
 
@@ -208,7 +260,7 @@ class LegacyStrategy(FlowerFedAvg):
         node_of = self._roster.node_of
         return {client: _Client(client, proxies[node_of[client]]) for client in chosen}
 
-    def _config(self, config: dict[str, Scalar], client: _Client, server_round: int) -> dict[str, Scalar]:
+    def _own_config(self, config: dict[str, Scalar], client: _Client, server_round: int) -> dict[str, Scalar]:
         own: dict[str, Scalar] = {**config, SERVER_ROUND: server_round}
         if self.engine.options.client_ids == "ask":
             own[CLIENT_ID] = client.cid
@@ -222,12 +274,17 @@ class LegacyStrategy(FlowerFedAvg):
             arrays = parameters_to_ndarrays(result.parameters)
         except Exception as fault:  # Bytes from outside: any fault is the sender's.
             return Reply(client, error=f"its arrays cannot be read: {fault}")
-        names = list(self._model.arrays)
+        names, direction = list(self._model.arrays), None
+        parameters = self._model.parameters
+        if NEWTON_DIRECTION in self.rule.required() and len(arrays) == len(names) + len(parameters):
+            direction = dict(zip(parameters, arrays[len(names) :], strict=True))
+            arrays = arrays[: len(names)]
         if len(arrays) != len(names):
             # Names beyond the model's make the count itself the reason for the rejection.
             names = [*names, *(f"array {i}" for i in range(len(names), len(arrays)))][: len(arrays)]
         metrics = {**result.metrics, NUM_EXAMPLES: result.num_examples}
-        return Reply(client, dict(zip(names, arrays, strict=True)), result.num_examples, metrics)
+        named = dict(zip(names, arrays, strict=True))
+        return Reply(client, named, result.num_examples, metrics, newton_direction=direction)
 
     def _failed(self) -> list[Reply]:
         return [Reply(c, error=client.failure) for c, client in self._asked.items() if client.failure is not None]

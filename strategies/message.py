@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from logging import INFO, WARNING
 from typing import Any, ClassVar, cast
 
@@ -19,11 +20,13 @@ from .engine import Engine, round_metrics
 from .evaluation import evaluation_report, weighted_means
 from .keywords import split, subclass
 from .logs import last_line, log_rejections
-from .protocol import CLIENT_ID, LOCAL_LEARNING_RATE, OWN, ROSTER, SERVER_ROUND
-from .replies import Model, Reply
+from .protocol import CLIENT_ID, LOCAL_LEARNING_RATE, NEWTON_DIRECTION, OWN, ROSTER, SERVER_ROUND, SPLIT, TRAINING_SPLIT
+from .replies import Arrays, Model, Reply, finite_metrics
 from .reports import RoundReport
 from .roster import Answer, Node, Roster, RosterError
 from .rules import Rule
+from .rules.rule import ClientValue
+from .rules.updates import LOSS_BEFORE
 from .wrapping import refuse_privacy_wrapper
 
 
@@ -42,6 +45,11 @@ class MessageStrategy(FlowerFedAvg):
         self._model: Model | None = None
         self._asked: dict[str, Message] = {}
         self._sent_at = 0.0
+        self._grid: Grid | None = None
+        self._timeout = 3600.0
+        self._config = ConfigRecord()
+        self.last_iterate: ArrayRecord | None = None
+        """The model that training continues from, where the method's output is another one."""
 
     @property
     def rule(self) -> Rule:
@@ -66,10 +74,23 @@ class MessageStrategy(FlowerFedAvg):
         """Run the federation; see Flower's ``Strategy.start``. The result always holds a model."""
         self.engine.options = replace(self.engine.options, num_rounds=num_rounds)
         self.engine.reset()
-        result = super().start(grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn)
-        if len(result.arrays) == 0:  # No round changed the model.
-            result.arrays = initial_arrays
+        self._timeout, self.last_iterate = timeout, None
+
+        def evaluate_output(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+            return evaluate_fn(server_round, self._output(arrays)) if evaluate_fn is not None else None
+
+        own = evaluate_output if evaluate_fn is not None else None
+        result = super().start(grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, own)
+        # Without a round that changed the model Flower's result is empty.
+        result.arrays = self._output(result.arrays) if len(result.arrays) else initial_arrays
         return result
+
+    def _output(self, arrays: ArrayRecord) -> ArrayRecord:
+        """The method's result, given the model that training continues from."""
+        if self.engine.output is None:
+            return arrays
+        self.last_iterate = arrays
+        return _record(self.engine.output)
 
     def roster(self, grid: Grid) -> Roster:
         """Wait for the nodes and learn which clients they serve.
@@ -119,7 +140,9 @@ class MessageStrategy(FlowerFedAvg):
         chosen = cohort.draw(clients, size, self.engine.options.seed, server_round)
         log(INFO, "configure_train: %s of %s clients", len(chosen), len(clients))
         self._sent_at = time.perf_counter()
-        return self._address(chosen, server_round, arrays, config, MessageType.TRAIN)
+        self._grid, self._config = grid, config
+        self._asked = self._address(chosen, server_round, arrays, config, MessageType.TRAIN, self.engine.train_config())
+        return list(self._asked.values())
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -130,12 +153,33 @@ class MessageStrategy(FlowerFedAvg):
         messages = list(replies)
         waited = time.perf_counter() - self._sent_at
         answers = [self._reply(client, message) for client, message in self._by_client(messages)]
-        arrays, report = self.engine.aggregate(server_round, self._model, answers, tuple(self._asked), waited)
+        arrays, report = self.engine.aggregate(
+            server_round,
+            self._model,
+            answers,
+            tuple(self._asked),
+            waited,
+            self._roster.client_ids,
+            partial(self._ask_trial, server_round),
+        )
         log_rejections("aggregate_train", len(report.accepted), report.rejections)
         metrics = self._train_metrics(messages, report)
         if arrays is None:
             return None, metrics
-        return ArrayRecord({name: Array(array) for name, array in arrays.items()}), metrics
+        return _record(arrays), metrics
+
+    def _ask_trial(self, server_round: int, arrays: Arrays, clients: tuple[str, ...]) -> dict[str, float]:
+        """Training losses of clients at a trial model; whoever does not answer in time is left out."""
+        if self._grid is None:
+            return {}
+        more: dict[str, ClientValue] = {SPLIT: TRAINING_SPLIT}
+        asked = self._address(clients, server_round, _record(arrays), self._config, MessageType.EVALUATE, more)
+        replies = list(self._grid.send_and_receive(list(asked.values()), timeout=self._timeout))
+        losses = {}
+        for client, message in _by_client(asked, replies):
+            metrics = {} if message.has_error() else _metrics(message)
+            losses[client] = finite_metrics(metrics).get(LOSS_BEFORE, float("nan"))
+        return losses
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -147,7 +191,9 @@ class MessageStrategy(FlowerFedAvg):
         clients = self.roster(grid).client_ids
         size = cohort.size(self.fraction_evaluate, self.min_evaluate_nodes, len(clients))
         chosen = cohort.draw(clients, size, self.engine.options.seed, server_round, "evaluate")
-        return self._address(chosen, server_round, arrays, config, MessageType.EVALUATE)
+        more = self.engine.evaluate_config()
+        self._asked = self._address(chosen, server_round, self._output(arrays), config, MessageType.EVALUATE, more)
+        return list(self._asked.values())
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Collect every client's own metrics; the result is their mean, weighted by examples."""
@@ -178,37 +224,39 @@ class MessageStrategy(FlowerFedAvg):
         return {node: _answer(by_question.get(q.metadata.message_id)) for node, q in questions.items()}
 
     def _address(
-        self, chosen: tuple[str, ...], server_round: int, arrays: ArrayRecord, config: ConfigRecord, kind: str
-    ) -> list[Message]:
+        self,
+        chosen: tuple[str, ...],
+        server_round: int,
+        arrays: ArrayRecord,
+        config: ConfigRecord,
+        kind: str,
+        more: dict[str, ClientValue],
+    ) -> dict[str, Message]:
         node_of = self._roster.node_of
+        asked: dict[str, Message] = {}
         for client in chosen:
-            own = ConfigRecord(dict(config))
+            own = ConfigRecord({**dict(config), **more})
             own[SERVER_ROUND] = server_round
             if self.engine.options.client_ids == "ask":
                 own[CLIENT_ID] = client
             if self.engine.options.client_ids == "ask" and kind == MessageType.TRAIN:
                 own[LOCAL_LEARNING_RATE] = self.engine.options.learning_rate(server_round)
             record = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: own})
-            self._asked[client] = Message(record, int(node_of[client]), kind)
-        return list(self._asked.values())
+            asked[client] = Message(record, int(node_of[client]), kind)
+        return asked
 
     def _by_client(self, messages: list[Message]) -> list[tuple[str, Message]]:
-        # An error reply's source may be the SuperLink; only the question's id tells whom it concerns.
-        asked = {question.metadata.message_id: client for client, question in self._asked.items()}
-        known = ((asked.get(m.metadata.reply_to_message_id), m) for m in messages)
-        return [(client, message) for client, message in known if client is not None]
+        return _by_client(self._asked, messages)
 
     def _reply(self, client: str, message: Message) -> Reply:
         if message.has_error():
             return Reply(client, error=last_line(message.error.reason))
-        metrics: dict[str, object] = {}
-        for record in message.content.metric_records.values():
-            metrics.update(record)
+        metrics = _metrics(message)
         try:
-            arrays = _decode(message.content)
+            arrays, direction = _decode(message.content)
         except Exception as error:  # Bytes from outside: any fault is the sender's.
             return Reply(client, error=f"its arrays cannot be read: {error}")
-        return Reply(client, arrays, metrics.get(self.weighted_by_key), metrics)
+        return Reply(client, arrays, metrics.get(self.weighted_by_key), metrics, newton_direction=direction)
 
     def _train_metrics(self, messages: list[Message], report: RoundReport) -> MetricRecord:
         metrics = round_metrics(report, self.weighted_by_key)
@@ -237,8 +285,33 @@ def _answer(reply: Message | None) -> Answer | RosterError:
         return error
 
 
-def _decode(content: RecordDict) -> dict[str, Any] | None:
-    records = list(content.array_records.values())
+def _by_client(asked: dict[str, Message], messages: list[Message]) -> list[tuple[str, Message]]:
+    # An error reply's source may be the SuperLink; only the question's id tells whom it concerns.
+    questions = {question.metadata.message_id: client for client, question in asked.items()}
+    known = ((questions.get(m.metadata.reply_to_message_id), m) for m in messages)
+    return [(client, message) for client, message in known if client is not None]
+
+
+def _metrics(message: Message) -> dict[str, object]:
+    metrics: dict[str, object] = {}
+    for record in message.content.metric_records.values():
+        metrics.update(record)
+    return metrics
+
+
+def _record(arrays: Arrays) -> ArrayRecord:
+    return ArrayRecord({name: Array(array) for name, array in arrays.items()})
+
+
+def _decode(content: RecordDict) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """The model and, if there is one, the Newton direction."""
+    records = dict(content.array_records)
+    direction = records.pop(NEWTON_DIRECTION, None)
     if len(records) != 1:
-        return None
-    return {name: array.numpy() for name, array in records[0].items()}
+        return None, None
+    (model,) = records.values()
+    return _arrays(model), None if direction is None else _arrays(direction)
+
+
+def _arrays(record: ArrayRecord) -> dict[str, Any]:
+    return {name: array.numpy() for name, array in record.items()}

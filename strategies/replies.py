@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 from .reports import Rejection
 from .rules import Aggregate, Updates, client_order
 from .rules.gram import norm
-from .rules.updates import Floats, Row
+from .rules.updates import METRIC_NEEDS, NEWTON_DIRECTION, Floats, Row, TrialLosses
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -32,6 +33,10 @@ BUFFER_PATTERNS = ("*running_mean", "*running_var", "*num_batches_tracked")
 _VARIANCE_PATTERN = "*running_var"
 _MOST_EXAMPLES = 2**53
 """Beyond it counts are no longer exact in float64, and their sum may overflow."""
+
+
+class MissingNeedError(RuntimeError):
+    """No client delivers something that the rule cannot work without."""
 
 
 class SecureAggregationError(RuntimeError):
@@ -54,6 +59,8 @@ class Reply:
         Other numbers it measured.
     error : str or None
         The error's text, if the client reported one.
+    newton_direction : mapping of str to ndarray, or None
+        Its quasi-Newton direction, by parameter name, for rules that need one.
     """
 
     client_id: str
@@ -61,6 +68,7 @@ class Reply:
     num_examples: object = None
     metrics: Mapping[str, object] = field(default_factory=dict)
     error: str | None = None
+    newton_direction: Arrays | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +81,7 @@ class Accepted:
     num_examples: float
     buffers: Arrays
     metrics: dict[str, float]
+    newton_direction: Row | None = None
 
 
 class Model:
@@ -105,6 +114,8 @@ class Model:
         if not any(self.arrays[n].size for n in self.parameters):
             raise ValueError("the model has no trainable floating-point parameter")
         self.spans, self.size = self._layout(self.parameters)
+        self.array_slices = tuple(span for span in self.spans.values() if span.stop > span.start)
+        self.layer_slices = self._layers()
         # float16 is widened for arithmetic; float64 models keep their precision.
         self.row_dtype = np.result_type(np.float32, *(self.arrays[n].dtype for n in floating))
 
@@ -123,6 +134,43 @@ class Model:
                 return f"array {name!r} holds a negative variance"
         return None
 
+    def direction_problem(self, arrays: Arrays | None) -> str | None:
+        """Why arrays cannot be a direction in the space of this model's parameters, or None if they can."""
+        if arrays is None:
+            return f"sent no {NEWTON_DIRECTION!r}, which this rule needs"
+        if arrays.keys() != self.spans.keys():
+            return f"the arrays of its {NEWTON_DIRECTION!r} differ from the model's parameters"
+        for name, array in arrays.items():
+            if array.shape != self.arrays[name].shape or array.dtype.kind != "f" or not np.isfinite(array).all():
+                return f"array {name!r} of its {NEWTON_DIRECTION!r} has another shape or dtype, or is not finite"
+        return None
+
+    def flat(self, arrays: Arrays) -> Row:
+        """Arrays by parameter name as one row, shape (size,)."""
+        row = np.empty(self.size, dtype=self.row_dtype)
+        for name, span in self.spans.items():
+            row[span] = arrays[name].ravel()
+        return row
+
+    def shifted(self, step: Floats) -> dict[str, NDArray[Any]]:
+        """The model at ``theta_t - step``; statistics and counters stay as they are.
+
+        Raises
+        ------
+        FloatingPointError
+            If a parameter would leave the range of its dtype.
+        """
+        result = dict(self.arrays)
+        for name, span in self.spans.items():
+            own = self.arrays[name]
+            with np.errstate(over="ignore"):
+                # A 0-dim array decays to a scalar in arithmetic; asarray brings it back.
+                moved = np.asarray(own.astype(np.float64) - step[span].reshape(own.shape))
+                result[name] = moved.astype(own.dtype)
+            if not np.isfinite(result[name]).all():
+                raise FloatingPointError(f"the step would make {name!r} infinite in {own.dtype}")
+        return result
+
     def displacement(self, arrays: Arrays) -> Row:
         """``theta_t - theta_i`` as one row, shape (size,); not finite where the client's model is not."""
         return self._difference(arrays, self.spans, self.size)
@@ -138,6 +186,19 @@ class Model:
                 if not np.isfinite(arrays[name].astype(self.arrays[name].dtype)).all():
                     return name
         return None
+
+    def _layers(self) -> tuple[slice, ...]:
+        """Weight and bias of a module make one layer; a normalisation joins the layer before it in the same parent."""
+        layers: list[tuple[str, int, int]] = []
+        for module, names in groupby(self.parameters, key=_module):
+            members = list(names)
+            low, high = self.spans[members[0]].start, self.spans[members[-1]].stop
+            parent = module.rpartition(".")[0]
+            joins = all(self.arrays[name].ndim <= 1 for name in members)
+            if joins and layers and layers[-1][0] == parent:
+                low = layers.pop()[1]
+            layers.append((parent, low, high))
+        return tuple(slice(low, high) for _, low, high in layers if high > low)
 
     def _layout(self, names: Sequence[str]) -> tuple[dict[str, slice], int]:
         ends = np.cumsum([0, *(self.arrays[name].size for name in names)]).tolist()
@@ -161,15 +222,7 @@ class Model:
         FloatingPointError
             If a parameter would leave the range of its dtype.
         """
-        result = dict(self.arrays)
-        for name, span in self.spans.items():
-            own = self.arrays[name]
-            with np.errstate(over="ignore"):
-                # A 0-dim array decays to a scalar in arithmetic; asarray brings it back.
-                moved = np.asarray(own.astype(np.float64) - aggregate.step[span].reshape(own.shape))
-                result[name] = moved.astype(own.dtype)
-            if not np.isfinite(result[name]).all():
-                raise FloatingPointError(f"the step would make {name!r} infinite in {own.dtype}")
+        result = self.shifted(aggregate.step)
         for name in self.averaged:
             stack = np.stack([reply.buffers[name].astype(np.float64) for reply in accepted])
             result[name] = np.asarray(np.tensordot(weights, stack, axes=1)).astype(self.arrays[name].dtype)
@@ -180,7 +233,7 @@ class Model:
 
 
 def screen(
-    model: Model, replies: Iterable[Reply], cohort: Sequence[str], norm_screen: float
+    model: Model, replies: Iterable[Reply], cohort: Sequence[str], norm_screen: float, needs: Sequence[str] = ()
 ) -> tuple[list[Accepted], list[Rejection]]:
     """Sort replies into usable updates, in stable order of clients, and rejections.
 
@@ -196,6 +249,8 @@ def screen(
         An update longer than this many times both the others' (lower) median of non-zero lengths and the length of
         the global model itself is refused; 0 accepts any length. The median alone would not do: once most clients are
         well served their updates are tiny, and it is the badly served ones that still move.
+    needs : sequence of str
+        What the rule requires of every client; a reply without it is refused.
 
     Returns
     -------
@@ -213,7 +268,7 @@ def screen(
         elif client_id not in expected:
             rejections[client_id] = Rejection(client_id, "invalid", "was not asked to take part in this round")
         else:
-            outcome = _check(model, reply)
+            outcome = _check(model, reply, needs)
             if isinstance(outcome, Accepted):
                 accepted[client_id] = outcome
             else:
@@ -229,7 +284,15 @@ def screen(
     )
 
 
-def to_updates(accepted: Sequence[Accepted], server_round: int, local_learning_rate: float) -> Updates:
+def to_updates(
+    model: Model,
+    accepted: Sequence[Accepted],
+    server_round: int,
+    local_learning_rate: float,
+    needs: Sequence[str] = (),
+    population: tuple[str, ...] = (),
+    trial_losses: TrialLosses | None = None,
+) -> Updates:
     """The updates of a round, from at least one accepted reply in stable order."""
     return Updates(
         server_round,
@@ -237,7 +300,24 @@ def to_updates(accepted: Sequence[Accepted], server_round: int, local_learning_r
         tuple(reply.row for reply in accepted),
         np.array([reply.num_examples for reply in accepted]),
         local_learning_rate,
+        metrics={key: np.array([r.metrics[key] for r in accepted]) for key in needs if key in METRIC_NEEDS},
+        newton_directions=tuple(r.newton_direction for r in accepted if r.newton_direction is not None),
+        trial_losses=trial_losses,
+        population=population,
+        arrays=model.array_slices,
+        layers=model.layer_slices,
     )
+
+
+def undelivered(replies: Iterable[Reply], needs: Sequence[str]) -> str | None:
+    """The first need that not one of the replies (errors left out) delivers, or None; None too without replies."""
+    answers = [reply for reply in replies if reply.error is None and reply.arrays is not None]
+    for need in needs if answers else ():
+        if need in METRIC_NEEDS and not any(need in reply.metrics for reply in answers):
+            return need
+        if need == NEWTON_DIRECTION and not any(reply.newton_direction for reply in answers):
+            return need
+    return None
 
 
 def are_individual(accepted: Sequence[Accepted]) -> bool:
@@ -276,7 +356,7 @@ def finite_metrics(metrics: Mapping[str, object]) -> dict[str, float]:
     }
 
 
-def _check(model: Model, reply: Reply) -> Accepted | Rejection:
+def _check(model: Model, reply: Reply, needs: Sequence[str]) -> Accepted | Rejection:
     if reply.error is not None:
         return Rejection(reply.client_id, "error", reply.error)
     problem = count_problem(reply.num_examples)
@@ -284,6 +364,8 @@ def _check(model: Model, reply: Reply) -> Accepted | Rejection:
         problem = "sent no arrays"
     if problem is None and reply.arrays is not None:
         problem = model.problem(reply.arrays)
+    for need in needs if problem is None else ():
+        problem = problem or _need_problem(model, reply, need)
     if problem is not None or reply.arrays is None:
         return Rejection(reply.client_id, "invalid", str(problem))
     row, statistics = model.displacement(reply.arrays), model.statistics(reply.arrays)
@@ -293,7 +375,29 @@ def _check(model: Model, reply: Reply) -> Accepted | Rejection:
         return Rejection(reply.client_id, "invalid", reason)
     buffers = {name: reply.arrays[name] for name in (*model.averaged, *model.counters)}
     count = float(reply.num_examples)  # type: ignore[arg-type]  # count_problem made sure that it is a number
-    return Accepted(reply.client_id, row, statistics, count, buffers, finite_metrics(reply.metrics))
+    direction = reply.newton_direction
+    return Accepted(
+        reply.client_id,
+        row,
+        statistics,
+        count,
+        buffers,
+        finite_metrics(reply.metrics),
+        model.flat(direction) if direction is not None and NEWTON_DIRECTION in needs else None,
+    )
+
+
+def _need_problem(model: Model, reply: Reply, need: str) -> str | None:
+    if need == NEWTON_DIRECTION:
+        return model.direction_problem(reply.newton_direction)
+    if need not in METRIC_NEEDS:
+        return None
+    if need not in reply.metrics:
+        return f"its metrics lack {need!r}, which this rule needs"
+    value = finite_metrics(reply.metrics).get(need)
+    if value is None or value < 0.0:
+        return f"its metric {need!r} must be a finite number >= 0, got {reply.metrics[need]!r}"
+    return None
 
 
 def count_problem(value: object) -> str | None:
@@ -341,3 +445,7 @@ def _some(names: Iterable[str]) -> str:
     ordered = sorted(names)
     shown = ", ".join(ordered[:3])
     return f"[{shown}{', ...' if len(ordered) > 3 else ''}]"
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0] or name

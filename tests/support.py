@@ -20,12 +20,17 @@ from strategies.protocol import (
     LOCAL_LEARNING_RATE,
     LOGICAL,
     METRICS,
+    NEEDS,
+    NEWTON_DIRECTION,
     NUM_EXAMPLES,
     NUM_PARTITIONS,
     OWN,
     ROSTER,
+    SPLIT,
+    TRAINING_SPLIT,
 )
 from strategies.rules import Updates
+from strategies.rules.updates import ACCURACY_AFTER, ACCURACY_BEFORE, LOSS_BEFORE
 
 HASH = "0123abcd"
 TARGETS = 12
@@ -64,6 +69,33 @@ def train(arrays: Mapping[str, np.ndarray], client: int, rate: float) -> dict[st
     return result
 
 
+def loss(arrays: Mapping[str, np.ndarray], client: int) -> float:
+    """The loss that `train` goes down: half the squared distance to the client's own target."""
+    generator, total = np.random.default_rng(1000 + client), 0.0
+    for name, array in arrays.items():
+        if array.dtype.kind == "f" and name != "bn.running_var":
+            distance = array.astype(np.float64) - generator.standard_normal(array.shape)
+            total += 0.0 if "running" in name else 0.5 * float((distance**2).sum())
+    return total
+
+
+def wanted(
+    received: Mapping[str, np.ndarray], arrays: Mapping[str, np.ndarray], client: int, config: Mapping[str, Any]
+) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    """The metrics and the Newton direction that a message asks for."""
+    needs = str(config.get(NEEDS, "")).split(",")
+    values = {
+        LOSS_BEFORE: loss(received, client),
+        ACCURACY_BEFORE: 1 / (2 + client),
+        ACCURACY_AFTER: 1 / (1 + client),
+    }
+    directions: dict[str, np.ndarray] = {}
+    if NEWTON_DIRECTION in needs:
+        names = [n for n, a in received.items() if a.dtype.kind == "f" and "running" not in n]
+        directions = {n: np.asarray((1 + client) * (received[n] - arrays[n])) for n in names}
+    return {key: value for key, value in values.items() if key in needs}, directions
+
+
 def examples(client: int) -> int:
     """How many examples client `client` has."""
     return 10 + 3 * client
@@ -100,16 +132,22 @@ def message_client(tamper: Tamper | None = None) -> ClientApp:
         client = _client(config, context.node_config)
         received = {name: array.numpy() for name, array in message.content[ARRAYS].items()}
         arrays = train(received, client, float(config.get(LOCAL_LEARNING_RATE, 0.1)))
-        metrics: dict[str, Any] = {NUM_EXAMPLES: examples(client), "train-loss": float(client)}
+        metrics: dict[str, Any] = {NUM_EXAMPLES: examples(client), "train-loss": 1.0 + client}
+        asked, direction = wanted(received, arrays, client, config)
+        metrics |= asked
         if tamper is not None:
             tamper(client, arrays, metrics)
-        content = {ARRAYS: ArrayRecord({n: Array(np.asarray(a)) for n, a in arrays.items()})}
+        content = {ARRAYS: record(arrays), **({NEWTON_DIRECTION: record(direction)} if direction else {})}
         return Message(RecordDict({**content, METRICS: MetricRecord(metrics)}), reply_to=message)
 
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
-        client = _client(message.content[CONFIG], context.node_config)
+        config = message.content[CONFIG]
+        client = _client(config, context.node_config)
         metrics = {NUM_EXAMPLES: examples(client), "accuracy": client / 100, "loss": 1.0 + client}
+        if config.get(SPLIT) == TRAINING_SPLIT:
+            received = {name: array.numpy() for name, array in message.content[ARRAYS].items()}
+            metrics = {NUM_EXAMPLES: examples(client), LOSS_BEFORE: loss(received, client)}
         return Message(RecordDict({METRICS: MetricRecord(metrics)}), reply_to=message)
 
     return app
@@ -130,14 +168,19 @@ def legacy_client(names: list[str], tamper: Tamper | None = None) -> ClientApp:
             client = _client(config, self.node_config)
             received = dict(zip(names, parameters, strict=True))
             arrays = train(received, client, float(config.get(LOCAL_LEARNING_RATE, 0.1)))
-            metrics: dict[str, Any] = {NUM_EXAMPLES: examples(client), "train-loss": float(client)}
+            metrics: dict[str, Any] = {NUM_EXAMPLES: examples(client), "train-loss": 1.0 + client}
+            asked, direction = wanted(received, arrays, client, config)
+            metrics |= asked
             if tamper is not None:
                 tamper(client, arrays, metrics)
-            return list(arrays.values()), metrics.pop(NUM_EXAMPLES), metrics
+            return [*arrays.values(), *direction.values()], metrics.pop(NUM_EXAMPLES), metrics
 
         def evaluate(self, parameters: list[np.ndarray], config: Mapping[str, Any]) -> tuple[float, int, dict]:
             client = _client(config, self.node_config)
-            return 1.0 + client, examples(client), {"accuracy": client / 100}
+            metrics: dict[str, Any] = {"accuracy": client / 100}
+            if config.get(SPLIT) == TRAINING_SPLIT:
+                metrics = {LOSS_BEFORE: loss(dict(zip(names, parameters, strict=True)), client)}
+            return 1.0 + client, examples(client), metrics
 
     return ClientApp(client_fn=lambda context: Client(context).to_client())
 

@@ -15,12 +15,13 @@ from .history import History
 from .normalization import NORMALIZATIONS, observe, scales
 from .projection import PROXQP, Program, Solution, available_solvers, irreconcilable, relax, solve
 from .rows import VANISHED, Rows, gather
+from .rule import Rule
 from .updates import Aggregate, Diagnostics, Floats, State, Updates
 from .validation import check_choice, check_learning_rate, check_range, check_whole
 
 
 @dataclass(frozen=True)
-class FedPCD:
+class FedPCD(Rule):
     """FedAvg's direction, bent only as far as every client's minimum progress demands.
 
     ``d* = argmin 1/2 |d - g~_0|^2  subject to  <g~_i, d> >= tau |g~_i|^2`` for every participant and for every client
@@ -29,7 +30,12 @@ class FedPCD:
 
     Needs: nothing beyond the updates, which must be individual (no secure aggregation).
 
-    Guarantees: permutation-invariant, scale-equivariant, non-conflicting, norm-preserving, fedavg-when-inactive.
+    Guarantees: permutation-invariant, scale-equivariant, fedavg-when-identical, norm-preserving.
+
+    Cost: products of the k new rows with all m rows in the window (one pass over both), a program of m variables, one
+    combination; memory for the window.
+
+    Use it when clients differ and only some take part in each round: absent clients stay protected for the window.
 
     Parameters
     ----------
@@ -69,7 +75,12 @@ class FedPCD:
     Varam, AlHajri, *Priority-Constrained Descent*, arXiv 2606.29521.
     """
 
-    individual_updates: ClassVar[bool] = True
+    guarantees: ClassVar[tuple[str, ...]] = (
+        "permutation-invariant",
+        "scale-equivariant",
+        "fedavg-when-identical",
+        "norm-preserving",
+    )
 
     tau: float = 0.02
     history_window: int = 10

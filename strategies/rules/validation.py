@@ -36,3 +36,21 @@ def check_learning_rate(value: float) -> None:
         raise ValueError(
             f"server_learning_rate must be a finite number >= 0 (0: the round's local learning rate), got {value!r}"
         )
+
+
+def check_finite(name: str, value: float, low: float, *, above: bool = False) -> None:
+    """Raise ValueError unless the value is a finite number >= low, or > low if `above`."""
+    fits = is_real(value) and math.isfinite(value) and (value > low if above else value >= low)
+    if not fits:
+        raise ValueError(f"{name} must be a finite number {'>' if above else '>='} {low:g}, got {value!r}")
+
+
+def check_flag(name: str, value: bool) -> None:
+    """Raise ValueError unless the value is true or false."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false, got {value!r}")
+
+
+def server_rate(server_learning_rate: float, local_learning_rate: float) -> float:
+    """Server over local learning rate: what a direction in displacements is multiplied by; 0 means the local one."""
+    return (server_learning_rate or local_learning_rate) / local_learning_rate

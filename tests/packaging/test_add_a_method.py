@@ -15,18 +15,16 @@ RULE = '''
     from __future__ import annotations
 
     from dataclasses import dataclass
-    from typing import ClassVar
 
     import numpy as np
 
+    from .rule import Rule
     from .updates import Aggregate, State, Updates
 
 
     @dataclass(frozen=True)
-    class Median:
+    class Median(Rule):
         """The coordinate-wise median of the participants' updates."""
-
-        individual_updates: ClassVar[bool] = True
 
         def aggregate(self, updates: Updates, state: State) -> tuple[Aggregate, State]:
             return Aggregate(np.median(np.stack(updates.rows), axis=0).astype(np.float64), {"status": "solved"}), state

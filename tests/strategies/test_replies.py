@@ -125,8 +125,9 @@ def test_a_huge_update_is_screened_out_even_alone() -> None:
 def test_one_client_cannot_drive_a_counter_away() -> None:
     far = changed(9, "bn.num_batches_tracked", np.asarray(2**62))
     replies = [good(1), good(3), far]
-    accepted, _ = screen(Model(initial_model()), replies, ["1", "3", "9"], 10.0)
-    batch = to_updates(accepted, 1, 0.1)
+    model = Model(initial_model())
+    accepted, _ = screen(model, replies, ["1", "3", "9"], 10.0)
+    batch = to_updates(model, accepted, 1, 0.1)
     moved = Model(initial_model()).moved(FedPCD().aggregate(batch, {})[0], accepted, batch.weights)
     assert moved["bn.num_batches_tracked"] == 3
 
@@ -141,8 +142,9 @@ def test_clients_that_did_not_move_do_not_make_the_others_look_long() -> None:
 def test_updates_are_displacements_in_the_order_of_client_ids_whatever_the_order_of_keys_and_arrival() -> None:
     replies = [good(c) for c in (10, 2, 1)]
     replies[0] = good(10, arrays=dict(reversed(train(initial_model(), 10, 0.1).items())))
-    accepted, _ = screen(Model(initial_model()), replies, ["1", "2", "10"], 0.0)
-    batch = to_updates(accepted, 4, 0.1)
+    model = Model(initial_model())
+    accepted, _ = screen(model, replies, ["1", "2", "10"], 0.0)
+    batch = to_updates(model, accepted, 4, 0.1)
     assert batch.client_ids == ("1", "2", "10")
     expected = initial_model()["weight"] - train(initial_model(), 10, 0.1)["weight"]
     np.testing.assert_array_equal(batch.rows[2][:20], expected.ravel())
@@ -153,7 +155,7 @@ def test_updates_are_displacements_in_the_order_of_client_ids_whatever_the_order
 def test_new_model_keeps_names_order_shapes_and_dtypes_and_treats_buffers_by_rule() -> None:
     model = Model(initial_model())
     accepted, _ = screen(model, [good(c) for c in (1, 3)], ["1", "3"], 0.0)
-    batch = to_updates(accepted, 1, 0.1)
+    batch = to_updates(model, accepted, 1, 0.1)
     aggregate, _ = FedPCD().aggregate(batch, {})
     moved = model.moved(aggregate, accepted, np.array([0.25, 0.75]))
     assert list(moved) == list(initial_model())
@@ -248,7 +250,7 @@ def test_whatever_a_client_sends_the_round_goes_on_and_the_model_stays_finite(ar
     accepted, rejections = screen(model, replies, ["0", "1", "9"], 10.0)
     assert sorted([a.client_id for a in accepted] + [r.client_id for r in rejections]) == ["0", "1", "9"]
     assert all(r.reason for r in rejections)
-    batch = to_updates(accepted, 1, 0.1)
+    batch = to_updates(model, accepted, 1, 0.1)
     aggregate, _ = FedPCD().aggregate(batch, {})
     moved = model.moved(aggregate, accepted, batch.weights)
     assert all(np.isfinite(a).all() for a in moved.values() if a.dtype.kind == "f")
