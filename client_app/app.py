@@ -69,6 +69,8 @@ def train(message: Message, context: Context) -> Message:
         }
     )
     content = RecordDict({protocol.ARRAYS: ArrayRecord(result.state), protocol.METRICS: metrics})
+    if result.newton_direction is not None:
+        content[protocol.NEWTON_DIRECTION] = ArrayRecord(result.newton_direction)
     return Message(content, reply_to=message)
 
 
@@ -81,12 +83,13 @@ def evaluate(message: Message, context: Context) -> Message:
         count, loss = client.training_loss(context, order, state)
         record = MetricRecord({protocol.NUM_EXAMPLES: count, LOSS_BEFORE: loss})
         return Message(RecordDict({protocol.METRICS: record}), reply_to=message)
-    result = client.evaluate_client(context, order, state)
+    result = client.evaluate_client(context, order, state, read_needs(config))
     metrics = MetricRecord(
         {
             protocol.NUM_EXAMPLES: result.num_examples,
             protocol.ACCURACY: result.accuracy,
             protocol.LOSS: result.loss,
+            **result.personal,
         }
     )
     return Message(RecordDict({protocol.METRICS: metrics}), reply_to=message)

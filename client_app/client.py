@@ -18,11 +18,19 @@ from client_app import client_state, hosting, streams
 from client_app.config import TaskConfig
 from client_app.data import load_dataset
 from client_app.models import build_model
-from client_app.needs import Needs
+from client_app.needs import NO_NEEDS, Needs
+from client_app.newton import quasi_newton
 from client_app.partition import load_partition
+from client_app.personal import load_personal, pull_towards, save_personal
 from client_app.training import TORCH_LOCK, evaluate, resolve_device, torch_seed, torch_threads, train_locally
 from strategies import protocol
-from strategies.rules.updates import ACCURACY_AFTER, ACCURACY_BEFORE, LOSS_BEFORE
+from strategies.rules.updates import (
+    ACCURACY_AFTER,
+    ACCURACY_BEFORE,
+    LOSS_BEFORE,
+    NEWTON_DIRECTION,
+    PERSONAL_MODEL,
+)
 
 State = Mapping[str, torch.Tensor]
 
@@ -73,6 +81,7 @@ class EvaluationResult:
     num_examples: int
     accuracy: float
     loss: float
+    personal: dict[str, float] = field(default_factory=dict)
 
 
 def task_of(context: Context) -> TaskConfig:
@@ -125,7 +134,9 @@ def read_learning_rate(config: Mapping[str, Any]) -> float:
     return rate
 
 
-def train_client(context: Context, order: Order, learning_rate: float, state: State, needs: Needs = Needs()) -> TrainingResult:
+def train_client(
+    context: Context, order: Order, learning_rate: float, state: State, needs: Needs = NO_NEEDS
+) -> TrainingResult:
     """Train the received model on a client's training examples.
 
     Parameters
@@ -160,24 +171,92 @@ def train_client(context: Context, order: Order, learning_rate: float, state: St
         model = _model(task)
         model.load_state_dict(state)
         metrics = _metrics_before(model, images, labels, needs)
-        loss = train_locally(
-            model,
-            images,
-            labels,
-            learning_rate=learning_rate,
-            local_epochs=task.local_epochs,
-            batch_size=task.batch_size,
-            rng=np.random.default_rng(sequence),
-            transform=needs.utility,
-        )
+        direction = None
+        if NEWTON_DIRECTION in needs:
+            loss, direction = _train_newton(context, order, task, model, images, labels, learning_rate, needs)
+        else:
+            loss = train_locally(
+                model,
+                images,
+                labels,
+                learning_rate=learning_rate,
+                local_epochs=task.local_epochs,
+                batch_size=task.batch_size,
+                rng=np.random.default_rng(sequence),
+                transform=needs.utility,
+            )
         if ACCURACY_AFTER in needs:
             metrics[ACCURACY_AFTER] = evaluate(model, images, labels)[0]
         trained = {name: value.detach().to("cpu", copy=True) for name, value in model.state_dict().items()}
         participations = client_state.count_participation(context.state, order.memory)
-    return TrainingResult(trained, len(labels), loss, participations, metrics)
+    if PERSONAL_MODEL in needs:
+        # A stream of its own: the global model's training stays FedAvg's, bit for bit.
+        (own,) = sequence.spawn(1)
+        _train_personal(context, order, task, state, images, labels, learning_rate, needs, own)
+    return TrainingResult(trained, len(labels), loss, participations, metrics, direction)
 
 
-def evaluate_client(context: Context, order: Order, state: State) -> EvaluationResult:
+def _train_newton(
+    context: Context,
+    order: Order,
+    task: TaskConfig,
+    model: nn.Module,
+    images: torch.Tensor,
+    labels: torch.Tensor,
+    learning_rate: float,
+    needs: Needs,
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """Leave ``theta_t - eta g`` in the model, and return the mean local loss and the quasi-Newton direction."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    received = [p.detach().clone() for _, p in named]
+    gradient, direction, loss = quasi_newton(
+        model,
+        images,
+        labels,
+        learning_rate=learning_rate,
+        steps=task.local_epochs,
+        memory=needs.newton_memory,
+        state=context.state,
+        name=order.memory,
+    )
+    sizes = [p.numel() for _, p in named]
+    with torch.no_grad():
+        for (_, parameter), start, part in zip(named, received, torch.split(gradient, sizes), strict=True):
+            parameter.copy_(start - learning_rate * part.view_as(start))
+    parts = zip(named, torch.split(direction, sizes), strict=True)
+    return loss, {name: part.view_as(parameter).to("cpu", copy=True) for (name, parameter), part in parts}
+
+
+def _train_personal(
+    context: Context,
+    order: Order,
+    task: TaskConfig,
+    received: State,
+    images: torch.Tensor,
+    labels: torch.Tensor,
+    learning_rate: float,
+    needs: Needs,
+    sequence: np.random.SeedSequence,
+) -> None:
+    """Train and keep the client's personal model; the first time it starts at the received one."""
+    device = images.device
+    with TORCH_LOCK, torch_threads(task.torch_threads), torch_seed(streams.integer_seed(sequence), device):
+        model = _model(task)
+        model.load_state_dict(load_personal(context.state, order.memory) or received)
+        train_locally(
+            model,
+            images,
+            labels,
+            learning_rate=learning_rate,
+            local_epochs=needs.personal_epochs or task.local_epochs,
+            batch_size=task.batch_size,
+            rng=np.random.default_rng(sequence),
+            pull=pull_towards(model, received, needs.personal_weight, learning_rate),
+        )
+        save_personal(context.state, order.memory, model)
+
+
+def evaluate_client(context: Context, order: Order, state: State, needs: Needs = NO_NEEDS) -> EvaluationResult:
     """Evaluate the received model on a client's own test examples.
 
     Parameters
@@ -188,6 +267,8 @@ def evaluate_client(context: Context, order: Order, state: State) -> EvaluationR
         Which client, which round.
     state : Mapping
         The received model's state dict.
+    needs : Needs
+        Whether the client's personal model is evaluated too; the received one stands for it before it exists.
 
     Returns
     -------
@@ -207,7 +288,12 @@ def evaluate_client(context: Context, order: Order, state: State) -> EvaluationR
         model = _model(task)
         model.load_state_dict(state)
         accuracy, loss = evaluate(model, images, labels)
-    return EvaluationResult(len(labels), accuracy, loss)
+        personal: dict[str, float] = {}
+        if PERSONAL_MODEL in needs:
+            model.load_state_dict(load_personal(context.state, order.memory) or state)
+            own_accuracy, own_loss = evaluate(model, images, labels)
+            personal = {protocol.PERSONAL_ACCURACY: own_accuracy, protocol.PERSONAL_LOSS: own_loss}
+    return EvaluationResult(len(labels), accuracy, loss, personal)
 
 
 def training_loss(context: Context, order: Order, state: State) -> tuple[int, float]:

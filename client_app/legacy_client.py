@@ -53,7 +53,8 @@ class LegacyClient(NumPyClient):  # type: ignore[misc, unused-ignore]
         order, rate = client.read_order(config), client.read_learning_rate(config)
         result = client.train_client(self._context, order, rate, self._to_state(parameters), read_needs(config))
         metrics = {protocol.TRAIN_LOSS: result.train_loss, PARTICIPATIONS: result.participations, **result.metrics}
-        return _to_arrays(result.state), result.num_examples, metrics
+        directions = _to_arrays(result.newton_direction or {})
+        return [*_to_arrays(result.state), *directions], result.num_examples, metrics
 
     def evaluate(self, parameters: Arrays, config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
         """Evaluate the received model on the test examples of the client that the config names."""
@@ -61,8 +62,8 @@ class LegacyClient(NumPyClient):  # type: ignore[misc, unused-ignore]
         if wants_training_split(config):
             count, loss = client.training_loss(self._context, order, self._to_state(parameters))
             return loss, count, {LOSS_BEFORE: loss}
-        result = client.evaluate_client(self._context, order, self._to_state(parameters))
-        return result.loss, result.num_examples, {protocol.ACCURACY: result.accuracy}
+        result = client.evaluate_client(self._context, order, self._to_state(parameters), read_needs(config))
+        return result.loss, result.num_examples, {protocol.ACCURACY: result.accuracy, **result.personal}
 
     def _to_state(self, parameters: Arrays) -> dict[str, torch.Tensor]:
         names = list(client.initial_state(self._context))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from client_app.utility import Utility
 from strategies import protocol
@@ -74,3 +74,7 @@ def _read_utility(config: Mapping[str, Any]) -> Utility | None:
         raise ValueError(f"this client does not know loss-transform={transform!r}")
     fallback = str(config["utility-fallback"])
     return Utility(float(config["utility-baseline"]), float(config["utility-margin"]), fallback)
+
+
+NO_NEEDS: Final = Needs()
+"""What a message asks for that names no need."""

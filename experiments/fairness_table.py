@@ -1,8 +1,8 @@
-"""The table of docs/comparison.md: finished runs of several seeds, averaged per method.
+r"""The table of docs/comparison.md: finished runs of several seeds, averaged per method.
 
     for seed in 0 1 2; do
-      fedpcd run . --preset fashion-mnist --engine in-process --results-dir results/table \\
-        --compare-with "fedavg,afl,qfedavg,ditto,fedmgda-plus,fedfv,fedlf,fedheal,fedpw,craft" \\
+      fedpcd run . --preset fashion-mnist --engine in-process --results-dir results/table \
+        --compare-with "fedavg,afl,qfedavg,ditto,fedmgda-plus,fedfv,fedlf,fedheal,fedpw,craft" \
         -c "seed=$seed tau=0.02 evaluate-every=10 run-name='seed$seed'"
     done
     python experiments/fairness_table.py results/table/*

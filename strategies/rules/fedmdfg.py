@@ -237,7 +237,8 @@ class _Hull:
         growth = target / norm(direction)
         direction *= growth
         units = (self.cosines @ coefficients)[: self.current] * scale * growth
-        progress[self.members] = units * self.norms[: self.current] / updates.local_learning_rate**2
+        with np.errstate(over="ignore"):  # Beyond the range of float64 no loss can fall enough, which is the answer.
+            progress[self.members] = units * self.norms[: self.current] / updates.local_learning_rate**2
         return direction, growth, progress
 
 

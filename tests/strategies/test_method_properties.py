@@ -40,7 +40,7 @@ def test_a_step_is_finite_and_silent_at_every_scale(name: str, family: str) -> N
         case, rule = draw(family, seed), RULES[name]()
         plain = rule.aggregate(case.build(rule), {})[0]
         _check_finite(plain.step, case)
-        for scale in (1e-12, 1e12, 1e140):
+        for scale in (1e-12, 1e12, 1e150):
             scaled = rule.aggregate(replace(case, scale=scale).build(rule), {})[0]
             _check_finite(scaled.step, case)
             if "scale-equivariant" in rule.guarantees and "weights" in plain.diagnostics:
