@@ -2,8 +2,8 @@
 
 The client walks down its loss by full-batch gradient steps, ``theta^0 = theta_t, ..., theta^E``, and updates a BFGS
 matrix B with ``s_e = theta^e - theta^{e-1}`` and ``y_e = grad f(theta^e) - grad f(theta^{e-1})``; the first pair comes
-from the model that it received the last time. It reports ``g = grad f(theta^E)`` and ``B^-1 g``. B is n x n, so only its
-last pairs are kept (two-loop recursion, L-BFGS).
+from the model that it received the last time. It reports ``g = grad f(theta^E)`` and ``B^-1 g``. B is n x n, so only
+its last pairs are kept (two-loop recursion, L-BFGS).
 """
 
 from __future__ import annotations

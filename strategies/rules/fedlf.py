@@ -53,7 +53,7 @@ class FedLF(Rule):
 
     References
     ----------
-    Pan, Li, Li, Wang, et al., *FedLF: Layer-Wise Fair Federated Learning*, AAAI 2024.
+    Pan et al., *FedLF: Layer-Wise Fair Federated Learning*, AAAI 2024; code: github.com/zibinpan/FedLF.
     """
 
     needs: ClassVar[tuple[str, ...]] = (LOSS_BEFORE,)

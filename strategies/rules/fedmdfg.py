@@ -56,7 +56,8 @@ class FedMDFG(Rule):
 
     References
     ----------
-    Pan, Wang, Li, et al., *FedMDFG: Federated Learning with Multi-Gradient Descent and Fair Guidance*, AAAI 2023.
+    Pan et al., *FedMDFG: Federated Learning with Multi-Gradient Descent and Fair Guidance*, AAAI 2023; code:
+    github.com/zibinpan/FedMDFG.
     """
 
     needs: ClassVar[tuple[str, ...]] = (LOSS_BEFORE, TRIAL_LOSSES)
