@@ -72,6 +72,8 @@ def _read_utility(config: Mapping[str, Any]) -> Utility | None:
         return None
     if transform != "propfair":
         raise ValueError(f"this client does not know loss-transform={transform!r}")
+    if missing := [key for key in ("utility-baseline", "utility-margin", "utility-fallback") if key not in config]:
+        raise ValueError(f"the message's config lacks {', '.join(missing)}, which loss-transform={transform!r} needs")
     fallback = str(config["utility-fallback"])
     return Utility(float(config["utility-baseline"]), float(config["utility-margin"]), fallback)
 

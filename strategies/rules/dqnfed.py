@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from .fedavg import averaging_step
 from .gram import cosines, norm
 from .leastsquares import Rates, common_direction
 from .rule import ClientValue, Rule
@@ -18,8 +19,8 @@ from .validation import check_choice, check_learning_rate, check_whole
 class DQNFed(Rule):
     """The shortest common descent direction whose rates of decrease are those of the clients' quasi-Newton steps.
 
-    ``r_i = <g_i, delta_i>`` with ``delta_i = B_i^-1 g_i``, ``u = G^+ r``, ``d = u / |u|^2`` (or ``d = u``) and
-    ``theta <- theta - eta_g d``. Here ``g_i`` is the gradient at the *end* of local training: the client sends it as
+    ``r_i = <g_i, delta_i>`` with ``delta_i = B_i^-1 g_i``, ``u = G^+ r``, ``d = u / |u|^2`` (or ``d = u``, or u
+    with the length of FedAvg's step) and ``theta <- theta - eta_g d``. Here ``g_i`` is the gradient at the *end* of local training: the client sends it as
     the update ``theta_t - theta_i = eta_l g_i``, and ``delta_i`` beside it.
 
     Needs: newton-direction.
@@ -34,9 +35,9 @@ class DQNFed(Rule):
     ----------
     newton_memory : int
         Curvature pairs that a client keeps for L-BFGS, >= 1.
-    rate_form : {"convex", "exact"}
-        "convex": ``d = u / |u|^2``, the paper's minimum-norm combination. "exact": ``d = u``, whose rates *equal* those
-        of the quasi-Newton steps.
+    rate_form : {"mean-norm", "convex", "exact"}
+        The length of d. "mean-norm": that of FedAvg's step. "convex": ``d = u / |u|^2``, the paper's minimum-norm
+        combination. "exact": ``d = u``, whose rates *equal* those of the quasi-Newton steps.
     server_learning_rate : float
         ``eta_g >= 0``; 0 means the local learning rate of the round.
 
@@ -44,7 +45,9 @@ class DQNFed(Rule):
     -----
     Departs from the paper: L-BFGS for its dense matrices, which do not fit beyond some ten thousand parameters, and
     AdaFed's order-free closed form for its Gram-Schmidt construction. The full text could not be read; the abstract
-    fixes that the rates align with the quasi-Newton ones, other details are inferred. Non-conflict holds where the
+    fixes that the rates align with the quasi-Newton ones, other details are inferred. Its schedule of ``eta_t`` is not
+    known, and ``|u|^-1`` grows without bound as gradients shrink or losses flatten (quasi-Newton steps were up to a
+    thousand gradients long on the digits), so by default only the direction is taken. Non-conflict holds where the
     updates are linearly independent. A rate that is not positive or not finite counts as zero.
 
     References
@@ -60,12 +63,12 @@ class DQNFed(Rule):
     )
 
     newton_memory: int = 10
-    rate_form: str = "convex"
+    rate_form: str = "mean-norm"
     server_learning_rate: float = 0.0
 
     def __post_init__(self) -> None:
         check_whole("newton_memory", self.newton_memory, 1)
-        check_choice("rate_form", self.rate_form, ("convex", "exact"))
+        check_choice("rate_form", self.rate_form, ("mean-norm", "convex", "exact"))
         check_learning_rate(self.server_learning_rate)
 
     def client_config(self) -> dict[str, ClientValue]:
@@ -115,6 +118,8 @@ class DQNFed(Rule):
     def _length(self, updates: Updates, found: Rates) -> float:
         if found.length == 0.0:
             return 0.0
+        if self.rate_form == "mean-norm":
+            return norm(averaging_step(updates, self.server_learning_rate))
         rate = self.server_learning_rate or updates.local_learning_rate
         if self.rate_form == "exact":
             return rate * found.scale * found.length
