@@ -19,9 +19,9 @@ from .validation import check_choice, check_learning_rate, check_whole
 class DQNFed(Rule):
     """The shortest common descent direction whose rates of decrease are those of the clients' quasi-Newton steps.
 
-    ``r_i = <g_i, delta_i>`` with ``delta_i = B_i^-1 g_i``, ``u = G^+ r``, ``d = u / |u|^2`` (or ``d = u``, or u
-    with the length of FedAvg's step) and ``theta <- theta - eta_g d``. Here ``g_i`` is the gradient at the *end* of local training: the client sends it as
-    the update ``theta_t - theta_i = eta_l g_i``, and ``delta_i`` beside it.
+    ``r_i = <g_i, delta_i>`` with ``delta_i = B_i^-1 g_i``, ``u = G^+ r``, ``d = u / |u|^2`` (or ``d = u``, or u with
+    the length of FedAvg's step) and ``theta <- theta - eta_g d``. Here ``g_i`` is the gradient at the *end* of local
+    training: the client sends it as the update ``theta_t - theta_i = eta_l g_i``, and ``delta_i`` beside it.
 
     Needs: newton-direction.
 
