@@ -47,7 +47,8 @@ class FedHEAL(Rule):
     sign_agreement : float
         tau, in [-1, 1]; the authors use 0.3. Below 0 nothing is masked; 1 masks all but each client's first round.
     distance_momentum : float
-        beta, in [0, 1]; the authors use 0.4. 0 keeps the weights equal.
+        beta, in [0, 1]; the authors use 0.4. 0 keeps a fixed cohort's weights
+        equal.
     newcomer_weight : {"light", "mean"}
         Where ``p_i`` of a client starts that first takes part in a later round: at ``1/m``, as in the first round, or
         at the mean of all known clients, whose weights have grown since.

@@ -47,9 +47,10 @@ class FedLF(Rule):
 
     Notes
     -----
-    Follows the paper where the authors' code returns solver noise for a stalled layer: such layers are merged. Follows
-    the code where it makes all rows of a layer equally long. Equal losses have no fairness gradient; a client whose
-    part of a layer is zero has no say in that layer.
+    Departs from the paper in that absent clients' updates are also limited to `history_window` rounds. Follows the
+    paper where the authors' code returns solver noise for a stalled layer: such layers are merged. Follows the code
+    where it makes all rows of a layer equally long. Equal losses have no fairness gradient; a client whose part of
+    a layer is zero has no say in that layer.
 
     References
     ----------
@@ -103,7 +104,7 @@ class FedLF(Rule):
         for group, factors in zip(groups, coefficients, strict=True):
             for layer in group:
                 step[spans[layer]] = combine([row[spans[layer]] for row in rows], factors)
-        step = _resized(step, combine(updates.rows, np.full(k, 1.0 / k)), scale)
+        step = _resized(step, combine(updates.rows, np.full(k, 1.0 / k)), float(window.norms[:, :k].max()))
         step *= server_rate(self.server_learning_rate, updates.local_learning_rate)
         diagnostics = {
             "status": status if step.any() else "stationary",
@@ -210,6 +211,8 @@ def _direction(gram: Floats, k: int, fairness: Floats | None) -> Floats | None:
     """
     norms = np.sqrt(np.diag(gram))
     used = np.flatnonzero(norms > 0.0)
+    if not norms[:k].any():  # Rows get the participants' mean length, which is 0 here.
+        return None
     # Unit rows as combinations of the raw ones, the fairness row last.
     units = np.zeros((used.size, norms.size))
     units[np.arange(used.size), used] = 1.0 / norms[used]

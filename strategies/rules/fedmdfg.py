@@ -17,6 +17,8 @@ from .updates import LOSS_BEFORE, TRIAL_LOSSES, Aggregate, Diagnostics, Floats, 
 from .validation import check_learning_rate, check_range, check_whole
 
 _ARMIJO = 1e-4
+_LARGEST_GROWTH = 2.0**20
+"""Limits the search to twenty further trials, however short the vector in the hull was."""
 _ROW = "fedmdfg-row/"
 
 
@@ -34,7 +36,8 @@ class FedMDFG(Rule):
 
     Guarantees: permutation-invariant, fedavg-direction-when-identical.
 
-    Cost: one Gram matrix of at most 2k + 1 rows, one combination; up to ``2 S + 2`` further rounds of loss evaluations.
+    Cost: one Gram matrix of this and the last round's updates, one combination; up to ``2 S + 1 + log2(growth)``
+    further rounds of loss evaluations, where growth is how much the direction had to be stretched.
 
     Use it when clients can afford extra evaluations and the learning rate is hard to choose.
 
@@ -51,7 +54,8 @@ class FedMDFG(Rule):
     -----
     Follows the paper's sign of the decrease condition (the code accepts a small increase) and the l2 norm in the
     cosine. Where no trial passes: the largest that lowers the sum of losses (none above ``eta`` when absent clients
-    were used), else the one with the smallest sum. A client that does not answer a trial has no say in it. Updates
+    were used), else the one with the smallest sum. Zero updates, not short ones, are left out, so results do not depend
+    on the scale; growth counts up to 2^20. A client that does not answer a trial has no say in it. Updates
     after local epochs stand for the full gradients of the authors' code. Without trial losses the step is ``eta``.
 
     References
@@ -99,7 +103,7 @@ class FedMDFG(Rule):
         diagnostics["fairness-active"] = fairness is not None
         if not direction.any():
             return Aggregate(direction, {**diagnostics, "status": "stationary"}), memory
-        search = _Search(updates, direction, progress, fairness is not None)
+        search = _Search(updates, direction, progress, hull.members, fairness is not None)
         length = self._search(search, updates, growth, len(hull.rows) > hull.current, diagnostics)
         diagnostics |= {"accepted-step": length, "direction-growth": growth}
         return Aggregate(direction * (length / updates.local_learning_rate), diagnostics), memory
@@ -121,7 +125,7 @@ class FedMDFG(Rule):
             diagnostics |= {"status": "no-line-search", "trial-evaluations": 0}
             return eta
         longest = eta if absent else 2.0**self.search_depth * eta
-        shortest = 2.0**-self.search_depth * eta / growth
+        shortest = 2.0**-self.search_depth * eta / min(growth, _LARGEST_GROWTH)
         tried: list[tuple[float, float]] = []
         length = longest
         while length >= shortest * (1.0 - 1e-12):
@@ -136,7 +140,7 @@ class FedMDFG(Rule):
         if not answered:
             return min(eta, longest)
         lower = [s for s, change in answered if change < 0.0 and not (absent and s > eta)]
-        return lower[0] if lower else min(answered, key=lambda pair: pair[1])[0]
+        return lower[0] if lower else min(answered, key=lambda pair: (pair[1], pair[0]))[0]
 
 
 @dataclass(frozen=True)
@@ -145,6 +149,8 @@ class _Search:
     direction: Floats
     progress: Floats
     """``<g_i, d>`` in pseudo-gradients."""
+    members: np.ndarray
+    """Participants with an update: only they can demand that their loss falls."""
     fairness: bool
 
     def trial(self, length: float) -> tuple[bool, float]:
@@ -156,7 +162,8 @@ class _Search:
         if not live.any():
             return False, math.nan
         before, after = losses[live], found[live]
-        passes = bool((before - after >= _ARMIJO * length * self.progress[live]).all())
+        demands = np.isin(np.flatnonzero(live), self.members)
+        passes = bool((before - after >= _ARMIJO * length * self.progress[live])[demands].all())
         if passes and self.fairness:
             passes = _evenness(after) > _evenness(before)
         return passes, float(after.sum() - before.sum())
@@ -179,7 +186,8 @@ class _Hull:
 
     @staticmethod
     def gather(updates: Updates, state: State) -> _Hull:
-        known = list(state.get("fedmdfg-clients", []))
+        last = state.get("fedmdfg-round") == updates.round - 1
+        known = list(state.get("fedmdfg-clients", [])) if last else []
         absent = [i for i, c in enumerate(known) if c not in updates.client_ids]
         old_rows = tuple(state[_ROW + known[i]] for i in absent)
         old_norms = np.array([norm(row) for row in old_rows])
@@ -206,6 +214,7 @@ class _Hull:
         names = self.client_ids[: self.current]
         return {
             "fedmdfg-clients": list(names),
+            "fedmdfg-round": updates.round,
             "fedmdfg-length": self.mean / updates.local_learning_rate,
             **{_ROW + name: row for name, row in zip(names, self.rows, strict=False)},
         }
@@ -214,23 +223,21 @@ class _Hull:
         """The direction in displacement units, how much it was stretched, and ``<g_i, d>`` of all participants."""
         scale = float(self.lengths.max())
         lengths = self.lengths / scale
-        # Every row of the hull as a combination of unit rows.
-        rows = np.diag(lengths)
+        # Every row of the hull, made a unit vector, as a combination of unit rows.
+        rows, norms = np.eye(lengths.size), lengths
         if fairness is not None:
             row = np.zeros(lengths.size)
             row[: self.current] = fairness[self.members] * lengths[: self.current]
             size = float(np.sqrt(max(0.0, float(row @ self.cosines @ row))))
             if size > VANISHED * float(np.abs(row).sum()):
-                rows = np.vstack([rows, row])
-        gram = rows @ self.cosines @ rows.T
-        norms = np.sqrt(np.diag(gram))
-        matrix = np.clip(gram / np.outer(norms, norms), -1.0, 1.0)
+                rows, norms = np.vstack([rows, row / size]), np.append(lengths, size)
+        matrix = np.clip(rows @ self.cosines @ rows.T, -1.0, 1.0)
         np.fill_diagonal(matrix, 1.0)
         answer = minimum_norm(matrix, norms)
         progress = np.zeros(len(updates.rows))
         if answer.status != "solved":
             return np.zeros(updates.rows[0].size), 1.0, progress
-        coefficients = answer.weights @ rows
+        coefficients = (answer.weights * norms) @ rows
         direction = combine(self.rows, coefficients * scale / self.norms)
         plain = np.zeros(len(self.rows))
         plain[: self.current] = lengths[: self.current] / self.current

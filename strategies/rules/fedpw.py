@@ -50,7 +50,8 @@ class FedPW(Rule):
     drop_rate : float
         r, in [0, 1]: mean share of coordinates dropped; the authors use 0.3. 0: no dropping, no amplification.
     adaptation : float
-        In [0, 1]: how fast the weights follow losses and products; the authors use 0.3. 0 keeps them equal.
+        In [0, 1]: how fast the weights follow losses and products; the authors use 0.3. 0 keeps those of a fixed cohort
+        equal.
 
     Raises
     ------
@@ -205,7 +206,7 @@ def _drop(row: Row, count: int) -> tuple[Row, Floats]:
     sizes = np.abs(row)
     if count == 0:
         return row, np.zeros(0)
-    positions = np.argpartition(sizes, count - 1)[:count]
+    positions = _first_smallest(sizes, count)
     trimmed = row.copy()
     trimmed[positions] = 0.0
     return trimmed, np.sort(sizes[positions])[::_SAMPLED].astype(np.float64)
@@ -227,8 +228,15 @@ def _spread(rows: Sequence[Row]) -> Floats:
 
 def _smallest(values: Floats, count: int) -> NDArray[np.intp]:
     """Positions of the `count` smallest values in ascending order; ties by position."""
-    positions = np.sort(np.argpartition(values, count - 1)[:count])
+    positions = _first_smallest(values, count)
     return positions[np.argsort(values[positions], kind="stable")]
+
+
+def _first_smallest(values: np.ndarray, count: int) -> NDArray[np.intp]:
+    """The same in ascending order of position; which of equal values a partition keeps depends on the machine."""
+    limit = np.partition(values, count - 1)[count - 1]
+    below = np.flatnonzero(values < limit)
+    return np.sort(np.concatenate([below, np.flatnonzero(values == limit)[: count - below.size]]))
 
 
 def _shares(values: Floats) -> Floats:

@@ -19,8 +19,10 @@ from .updates import Floats
 
 GAP = 1e-12
 """Largest duality gap of a certified weighting of unit rows; it bounds the squared error of the direction."""
-_AT_BOUND = 1e-7
-_ROUNDS = 50
+_AT_BOUND = (1e-7, 1e-6, 1e-5, 1e-4, 1e-9)
+ROUNDING = 1e-15
+"""A gap that no further candidate can improve."""
+_ROUNDS = 30
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,8 @@ def bounded_minimum_norm(cosines: Floats, center: Floats, radius: float) -> Weig
             found = _gap(cosines, candidate, low, high)
             if found < gap:
                 best, gap = candidate, found
+            if gap <= ROUNDING:
+                break
     if float(best @ cosines @ best) <= GAP:
         return Weighting(best, "stationary")
     return Weighting(best, "solved" if gap <= GAP else "uncertified")
@@ -103,9 +107,16 @@ def _candidates(cosines: Floats, center: Floats, low: Floats, high: Floats) -> I
     guess = _proxqp(cosines, low, high)
     if not np.isfinite(guess).all():
         guess = center
-    current = _feasible(guess, low, high)
-    yield current
-    free = (current > low + _AT_BOUND) & (current < high - _AT_BOUND)
+    start = _feasible(guess, low, high)
+    yield start
+    # Which weights the solver leaves at a bound depends on its accuracy; a wrong guess can make the sets below cycle.
+    for resolution in _AT_BOUND:
+        yield from _active_sets(cosines, start, low, high, resolution)
+
+
+def _active_sets(cosines: Floats, start: Floats, low: Floats, high: Floats, resolution: float) -> Iterator[Floats]:
+    current = start
+    free = (current > low + resolution) & (current < high - resolution)
     for _ in range(_ROUNDS):
         polished = _on_free_set(cosines, np.where(free, current, np.where(current < (low + high) / 2, low, high)), free)
         current = _feasible(polished, low, high)

@@ -23,7 +23,8 @@ class Rule:
     needs: ClassVar[tuple[str, ...]] = ()
     """What clients must deliver beyond their update: names out of `updates.NEEDS`."""
     guarantees: ClassVar[tuple[str, ...]] = ()
-    """Properties that hold for every input: names out of the table in ``tests/strategies/properties.py``."""
+    """Properties that hold for every input (those about single or identical clients: without a history): names out of
+    the table in ``tests/strategies/properties.py``."""
 
     def required(self) -> tuple[str, ...]:
         """The needs under these hyper-parameters; by default all that the class declares."""

@@ -12,6 +12,7 @@ from .rule import Rule
 from .updates import LOSS_BEFORE, Aggregate, Floats, State, Updates
 from .validation import check_choice, check_range
 
+_LARGEST = 1e300
 _NORMALIZER = "term-tilted-risk"
 _LOG_HALF = float(np.log(0.5))
 
@@ -95,12 +96,13 @@ class TERM(Rule):
         """
         k = len(updates.rows)
         prior = updates.weights if self.tilt_prior == "examples" else np.full(k, 1.0 / k)
-        exponents = self.tilt * updates.metrics[LOSS_BEFORE]
-        largest = float(exponents.max())
-        powers: Floats = prior * np.exp(exponents - largest)
+        losses = updates.metrics[LOSS_BEFORE]
+        reference = float(losses.max() if self.tilt >= 0.0 else losses.min())
+        with np.errstate(over="ignore", under="ignore"):
+            powers: Floats = prior * np.exp(self.tilt * (losses - reference))
         total = float(powers.sum())
         weights = powers / total
-        log_normalizer = largest + float(np.log(total))
+        log_normalizer = float(np.clip(self.tilt * reference, -_LARGEST, _LARGEST)) + float(np.log(total))
         if self.tilt_normalizer == "ema":
             own = log_normalizer
             if _NORMALIZER in state:

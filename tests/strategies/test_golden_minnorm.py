@@ -1,4 +1,5 @@
 """Minimum-norm and projection rules against numbers of independent references, and what each method promises."""
+# ruff: noqa: E501  (rows of numbers)
 
 from __future__ import annotations
 
@@ -369,3 +370,64 @@ def test_scale_does_not_matter(rule: Any, scale: float) -> None:
     plain = rule.aggregate(with_losses(updates(A["rows"]), A["losses"]), {})[0].step
     scaled = rule.aggregate(with_losses(updates(np.array(A["rows"]) * scale), A["losses"]), {})[0].step
     close(scaled / scale, plain)
+
+
+def test_fedmdfg_lets_no_client_without_an_update_veto_the_search() -> None:
+    # A converged client's loss may rise by rounding; it asked for no decrease.
+    centers = np.array([[-1.0, 0.0], [0.5, -1.0], [0.0, 0.0]])
+
+    def losses(step: np.ndarray) -> np.ndarray:
+        found = 0.5 * ((-step - centers) ** 2).sum(axis=1)
+        found[2] = 0.5 + 1e-12
+        return found
+
+    batch = updates(np.vstack([0.1 * -centers[:2], np.zeros(2)]), rate=0.1)
+    batch = replace(batch, metrics={LOSS_BEFORE: np.array([0.5, 0.625, 0.5])}, trial_losses=losses)
+    aggregate, _ = FedMDFG().aggregate(batch, {})
+    assert (aggregate.diagnostics["status"], aggregate.diagnostics["trial-evaluations"]) == ("solved", 2)
+
+
+def test_fedmdfg_uses_absent_clients_of_the_last_round_only() -> None:
+    def round_of(number: int, client: int) -> Updates:
+        batch = updates([[1.0, 2.0]], server_round=number, first=client)
+        return replace(batch, metrics={LOSS_BEFORE: np.ones(1)})
+
+    _, state = FedMDFG().aggregate(round_of(1, 0), {})
+    assert FedMDFG().aggregate(round_of(2, 1), state)[0].diagnostics["constraints-cached"] == 1
+    assert FedMDFG().aggregate(round_of(9, 1), state)[0].diagnostics["constraints-cached"] == 0
+
+
+def test_fedmdfg_survives_lengths_that_differ_beyond_the_range_of_squares() -> None:
+    first = replace(updates([[1.0, 2.0]]), metrics={LOSS_BEFORE: np.ones(1)})
+    second = replace(updates([[1e-170, 1e-170]], server_round=2, first=1), metrics={LOSS_BEFORE: np.ones(1)})
+    aggregate, _ = FedMDFG().aggregate(second, FedMDFG().aggregate(first, {})[1])
+    assert np.isfinite(aggregate.step).all()
+
+
+def test_fedlf_merges_a_layer_in_which_no_participant_moved() -> None:
+    layers = (slice(0, 2), slice(2, 4))
+    first = replace(updates([[0.0, 0.0, 1.0, 0.0]], first=9), metrics={LOSS_BEFORE: np.ones(1)}, layers=layers)
+    batch = replace(updates([[1.0, 1.0, 0.0, 0.0]], server_round=2), metrics={LOSS_BEFORE: np.ones(1)}, layers=layers)
+    aggregate, _ = FedLF().aggregate(batch, FedLF().aggregate(first, {})[1])
+    assert aggregate.diagnostics["layers-after-merging"] == 1
+    assert aggregate.step[2] > 0.0
+
+
+# fmt: off
+# Cosines of six rows, then the centre of the weights.
+CYCLING = [
+    [1.0, 0.7738448002914422, 0.6477538938006755, 0.7954602388484359, 0.7280526267617112, 0.7171565871193747, 0.17708333333333334],
+    [0.7738448002914422, 1.0, 0.7413461480371919, 0.7410325712911502, 0.8165718701086054, 0.7573771831816692, 0.16145833333333334],
+    [0.6477538938006755, 0.7413461480371919, 1.0, 0.7574605868015756, 0.6739530755343712, 0.6988047849169176, 0.1796875],
+    [0.7954602388484359, 0.7410325712911502, 0.7574605868015756, 1.0, 0.7805121588133274, 0.7278166362899093, 0.234375],
+    [0.7280526267617112, 0.8165718701086054, 0.6739530755343712, 0.7805121588133274, 1.0, 0.7439853225705165, 0.06510416666666667],
+    [0.7171565871193747, 0.7573771831816692, 0.6988047849169176, 0.7278166362899093, 0.7439853225705165, 1.0, 0.18229166666666666],
+]
+# fmt: on
+
+
+def test_box_program_that_cycled_between_two_active_sets_is_solved() -> None:
+    # Found by a reviewer: the solver's error put a weight on the wrong side of its bound.
+    data = np.array(CYCLING)
+    found = bounded_minimum_norm(data[:, :-1], data[:, -1], 0.1)
+    assert found.status == "solved"
