@@ -20,13 +20,13 @@ LENGTH_MODELS = ("projection", "min", "max", "mean", "harmonic", "geometric")
 class ConFIG(Rule):
     """The direction of equal cosines with all clients, as long as the clients' projections on it together.
 
-    ``v = U^+ 1`` for unit updates U, ``g_u = v / |v|``, ``d = (sum_i <g_i, g_u>) g_u`` and
-    ``theta <- theta - eta_g d``.
+    ``v = U^+ 1`` for unit updates U, ``g_u = v / |v|``, ``d = (1 / k sum_i <g_i, g_u>) g_u`` and ``theta <- theta -
+    eta_g d``.
 
     Needs: nothing beyond the updates, which must be individual (no secure aggregation).
 
     Guarantees: permutation-invariant, scale-equivariant, non-conflicting, single-client-is-fedavg,
-    fedavg-direction-when-identical.
+    fedavg-when-identical.
 
     Cost: k^2 n / 2 multiplications for the cosines and k n for the step; no memory between rounds.
 
@@ -35,17 +35,20 @@ class ConFIG(Rule):
     Parameters
     ----------
     length_model : {"projection", "min", "max", "mean", "harmonic", "geometric"}
-        "projection": the sum of the projections. The others put the minimum, maximum, or arithmetic, harmonic or
-        geometric mean of the updates' lengths in place of each client's own.
+        "projection": the projections of the updates on the direction. The others put the minimum, maximum, or
+        arithmetic, harmonic or geometric mean of the updates' lengths in place of each client's own.
+    length_scale : {"mean", "sum"}
+        Whether these lengths are averaged over the k clients or, as in the authors' code, added up: k identical clients
+        then take k times FedAvg's step, and a learning rate made for FedAvg diverges.
     server_learning_rate : float
         ``eta_g >= 0``; 0 means the local learning rate of the round.
 
     Notes
     -----
-    Departs from the authors' code: the pseudo-inverse (eigenvalues of the cosines below 1e-10 of the largest count as
-    zero) instead of a least-squares routine that depends on the driver; zero updates are dropped. The length is a *sum*
-    over k clients, not a mean: k identical clients give k times FedAvg's step; divide `server_learning_rate` by k to
-    compare. Non-conflict holds where the updates are linearly independent; dependent ones get the least-squares answer.
+    Departs from the authors' code: the pseudo-inverse (eigenvalues of the cosines below 1e-10 of the largest count
+    as zero) instead of a least-squares routine that depends on the driver; zero updates are dropped; lengths are
+    averaged unless `length_scale` says otherwise. Non-conflict holds where the updates are linearly independent;
+    dependent ones get the least-squares answer.
 
     References
     ----------
@@ -57,14 +60,16 @@ class ConFIG(Rule):
         "scale-equivariant",
         "non-conflicting",
         "single-client-is-fedavg",
-        "fedavg-direction-when-identical",
+        "fedavg-when-identical",
     )
 
     length_model: str = "projection"
+    length_scale: str = "mean"
     server_learning_rate: float = 0.0
 
     def __post_init__(self) -> None:
         check_choice("length_model", self.length_model, LENGTH_MODELS)
+        check_choice("length_scale", self.length_scale, ("mean", "sum"))
         check_learning_rate(self.server_learning_rate)
 
     def aggregate(self, updates: Updates, state: State) -> tuple[Aggregate, State]:
@@ -95,6 +100,7 @@ class ConFIG(Rule):
         if length > 0.0:
             rate = (self.server_learning_rate or updates.local_learning_rate) / updates.local_learning_rate
             projections = matrix @ (weights[used] / length)
+            rate /= projections.size if self.length_scale == "mean" else 1
             factor = rate * float(self._lengths(norms[used]) @ projections) / length
             step *= factor
         weights = weights * factor / np.where(used, norms, 1.0)

@@ -133,7 +133,7 @@ CONFIG = {
 @pytest.mark.parametrize("name", CONFIG)
 def test_config_equals_the_reference(name: str) -> None:
     rows, direction = CONFIG[name]
-    aggregate, _ = ConFIG().aggregate(updates(rows), {})
+    aggregate, _ = ConFIG(length_scale="sum").aggregate(updates(rows), {})
     close(aggregate.step, direction)
     weights = [aggregate.diagnostics["weights"][str(i)] for i in range(len(rows))]
     close(np.array(weights) @ np.array(rows), direction)
@@ -152,7 +152,7 @@ def test_config_equals_the_reference(name: str) -> None:
 )
 def test_config_length_models_replace_the_lengths(model: str, mean: float) -> None:
     # Cosines with the common direction are all 1/sqrt(3), so its length is the sum of the lengths over sqrt(3).
-    aggregate, _ = ConFIG(length_model=model).aggregate(updates(np.diag([1.0, 2.0, 4.0])), {})
+    aggregate, _ = ConFIG(length_model=model, length_scale="sum").aggregate(updates(np.diag([1.0, 2.0, 4.0])), {})
     close(aggregate.step, np.full(3, mean))
 
 
