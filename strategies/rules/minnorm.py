@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from proxsuite import proxqp
 
 from .gram import blas
-from .projection import Program, solve
+from .projection import LEAST_DISTANCE, Program, solve
 from .updates import Floats
 
 GAP = 1e-12
@@ -60,7 +60,10 @@ def minimum_norm(cosines: Floats, norms: Floats) -> Weighting:
         Uniform weights if neither answer could be certified.
     """
     program = Program(cosines, np.zeros_like(norms), norms.min() / norms, primary=False)
-    solution = solve(program)
+    # Layers smaller than the cohort often have 0 in their hull, which ProxQP takes all its iterations not to find.
+    solution = solve(program, LEAST_DISTANCE)
+    if solution.status == "uncertified":
+        solution = solve(program)
     shares = solution.multipliers if solution.opposed is None else solution.opposed
     if solution.status not in ("solved", "infeasible") or not shares.any():
         return Weighting(np.full(norms.size, 1.0 / norms.size), "uncertified")

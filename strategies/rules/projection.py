@@ -32,6 +32,8 @@ from .updates import Floats
 Status = Literal["inactive", "solved", "infeasible", "uncertified"]
 
 PROXQP = "proxqp"
+LEAST_DISTANCE = "nnls"
+"""Solve by the exact least-distance program alone: quicker where many programs are expected to have no solution."""
 TOLERANCE = 1e-9
 """Largest KKT residual of a certified solution, relative to the direction's length (see `Residuals`)."""
 SLACK = 1e-12
@@ -182,7 +184,7 @@ def solve(program: Program, solver: str = PROXQP) -> Solution:
     program : Program
         With m >= 1 rows, all entries finite.
     solver : str
-        One of `available_solvers`.
+        One of `available_solvers`, or `LEAST_DISTANCE`.
 
     Returns
     -------
@@ -200,7 +202,7 @@ def solve(program: Program, solver: str = PROXQP) -> Solution:
     if program.primary and worst_violation <= SLACK:
         return _answer(program, nothing, "inactive", "none")
     with blas().limit(limits=1, user_api="blas"):
-        for found_by, candidate in _candidates(program, solver):
+        for found_by, candidate in () if solver == LEAST_DISTANCE else _candidates(program, solver):
             if certify(program, candidate).worst <= TOLERANCE and _is_proportionate(program, candidate):
                 return _answer(program, candidate, "solved", found_by)
         multipliers, opposed = _least_distance(program)
