@@ -57,6 +57,8 @@ def run_legacy(name: str, rounds: int = 3, nodes: int = 3, tamper: Tamper | None
     models: dict[int, list[np.ndarray]] = {}
     grid = InProcessGrid(legacy_client(names, tamper), nodes)
     keywords = {"fraction_fit": 0.5, "min_fit_clients": 1, "num_rounds": rounds, **OURS, **run.hooks(), **kw}
+    # Flower's own thread registers the nodes one by one: without this a first round may begin with two of three.
+    keywords.setdefault("min_available_clients", max(2, nodes))
     strategy = legacy.METHODS[name](
         parameter_names=names,
         initial_parameters=ndarrays_to_parameters(list(initial_model().values())),

@@ -68,6 +68,7 @@ def test_older_api_and_any_number_of_nodes_give_the_same_bits(method: str, tmp_p
         local_learning_rate=task.learning_rate,
         fraction_fit=SMALL["fraction-train"],
         min_fit_clients=1,
+        min_available_clients=3,  # Flower's own thread registers the nodes one by one
         parameter_names=list(initial),
         initial_parameters=ndarrays_to_parameters(list(initial.values())),
         evaluate_fn=lambda server_round, arrays, _: models.update({server_round: arrays}),
