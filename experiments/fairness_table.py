@@ -3,7 +3,7 @@ r"""The table of docs/comparison.md: finished runs of several seeds, averaged pe
     for seed in 0 1 2; do
       fedpcd run . --preset fashion-mnist --engine in-process --results-dir results/table \
         --compare-with "fedavg,afl,qfedavg,ditto,fedmgda-plus,fedfv,fedlf,fedheal,fedpw,craft" \
-        -c "seed=$seed tau=0.02 evaluate-every=10 run-name='seed$seed'"
+        -c "seed=$seed tau=0.02 evaluate-every=25 run-name='seed$seed'"
     done
     python experiments/fairness_table.py results/table/*
 
