@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .evaluation import weighted_means
-from .protocol import NEEDS
+from .protocol import NEEDS, SPLIT, TRAINING_SPLIT
 from .replies import (
     BUFFER_PATTERNS,
     Accepted,
@@ -28,7 +28,7 @@ from .replies import (
 from .reports import EvaluationReport, RoundReport
 from .rules import Rule, State
 from .rules.rule import ClientValue
-from .rules.updates import PERSONAL_MODEL, TRIAL_LOSSES, Diagnostics, Floats, TrialLosses
+from .rules.updates import LOSS_BEFORE, PERSONAL_MODEL, TRIAL_LOSSES, Diagnostics, Floats, TrialLosses
 from .rules.validation import check_choice, check_range, check_whole, is_real
 
 AskTrial = Callable[[Arrays, tuple[str, ...]], dict[str, float]]
@@ -132,6 +132,7 @@ class Engine:
         self.output: dict[str, NDArray[Any]] | None = None
         self._individual = False
         self._delivered = False
+        self._searched = False
 
     def train_config(self) -> dict[str, ClientValue]:
         """What the rule asks of clients with every training message; empty for rules that ask for nothing."""
@@ -231,7 +232,7 @@ class Engine:
         needs = self.rule.required()
         search = None
         if TRIAL_LOSSES in needs and ask_trial is not None:
-            search = _trial_losses(model, tuple(reply.client_id for reply in accepted), ask_trial)
+            search = self._search(model, tuple(reply.client_id for reply in accepted), ask_trial)
         rate = self.options.learning_rate(server_round)
         updates = to_updates(model, accepted, server_round, rate, needs, population, search)
         aggregate, state = self.rule.aggregate(updates, self.state)
@@ -245,17 +246,24 @@ class Engine:
         self.state = state
         return arrays, aggregate.diagnostics
 
+    def _search(self, model: Model, clients: tuple[str, ...], ask: AskTrial) -> TrialLosses:
+        def losses(step: Floats) -> Floats:
+            try:
+                trial = model.shifted(step)
+            except FloatingPointError:  # A trial out of range is one that nobody accepts.
+                return np.full(len(clients), np.nan)
+            answers = ask(trial, clients)
+            found = np.array([answers.get(client, np.nan) for client in clients])
+            self._searched = self._searched or bool(np.isfinite(found).any())
+            if not self._searched:
+                raise MissingNeedError(
+                    f"{type(self.rule).__name__} needs {TRIAL_LOSSES!r}, and no client answers: the ClientApp must "
+                    f"answer an evaluation message with {SPLIT}={TRAINING_SPLIT!r} by {LOSS_BEFORE!r}, its mean loss "
+                    "on its training examples (see docs/methods)"
+                )
+            return found
 
-def _trial_losses(model: Model, clients: tuple[str, ...], ask: AskTrial) -> TrialLosses:
-    def losses(step: Floats) -> Floats:
-        try:
-            trial = model.shifted(step)
-        except FloatingPointError:  # A trial out of range is one that nobody accepts.
-            return np.full(len(clients), np.nan)
-        answers = ask(trial, clients)
-        return np.array([answers.get(client, np.nan) for client in clients])
-
-    return losses
+        return losses
 
 
 def round_metrics(report: RoundReport, weight_key: str) -> dict[str, float]:

@@ -6,13 +6,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from flwr.app import MessageType
 
 import strategies
 from strategies.engine import Engine, Options
+from strategies.inprocess import InProcessGrid
 from strategies.replies import Model, Reply
 from strategies.rules import RULES
 from strategies.rules.updates import LOSS_BEFORE, METRIC_NEEDS, NEEDS, TRIAL_LOSSES
 from tests.federations import run_legacy, run_message
+from tests.support import message_client
 
 BOTH = pytest.mark.parametrize("runner", [run_message, run_legacy])
 ASKING = sorted(name for name, rule in RULES.items() if set(rule().required()) & set(METRIC_NEEDS))
@@ -135,3 +138,12 @@ def test_d1_q_fedavg_takes_each_clients_own_loss_and_no_evaluate_function() -> N
         same = runner("qfedavg", rounds=1, tamper=equal, q=2.0, **{key: 1.0})
         differing = runner("qfedavg", rounds=1, tamper=worst, q=2.0, **{key: 1.0})
         assert same.model["weight"].tobytes() != differing.model["weight"].tobytes()
+
+
+def test_a_line_search_that_nobody_ever_answers_ends_the_run_with_the_keys_name() -> None:
+    def deaf(message, context):
+        return InProcessGrid.SILENT if message.metadata.message_type == MessageType.EVALUATE else None
+
+    grid = InProcessGrid(message_client(), 3, intercept=deaf)
+    with pytest.raises(strategies.MissingNeedError, match=r"FedMDFG needs 'trial-losses'.*split='training'"):
+        run_message("fedmdfg", rounds=1, grid=grid, fraction_evaluate=0.0)
