@@ -360,8 +360,14 @@ def _least_distance(program: Program) -> tuple[Floats, Floats | None]:
     target = np.zeros(matrix.shape[0])
     target[-1] = 1.0
     try:
-        u, _ = scipy.optimize.nnls(matrix, target, maxiter=30 * max(matrix.shape))
-    except RuntimeError:  # Its iteration limit, on degenerate programs; the caller reports "uncertified".
+        with warnings.catch_warnings():
+            # Releases of scipy before 1.15 warn of ill-conditioned steps; the certificate knows better.
+            warnings.simplefilter("ignore", scipy.linalg.LinAlgWarning)
+            u, _ = scipy.optimize.nnls(matrix, target, maxiter=30 * max(matrix.shape))
+    except (RuntimeError, np.linalg.LinAlgError):
+        # Its iteration limit, or a singular step, on degenerate programs; the caller reports "uncertified".
+        return np.zeros_like(violations), None
+    if not np.isfinite(u).all():
         return np.zeros_like(violations), None
     remainder = 1.0 - float(violations @ u) / scale
     if remainder <= HULL_RESOLUTION**2:

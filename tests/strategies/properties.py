@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import scipy.optimize
 
 from strategies.rules import Rule, Updates
 from strategies.rules.updates import (
@@ -306,14 +305,13 @@ def _non_conflicting_per_layer(name: str, rule: Rule, case: Case, generator: np.
 
 
 def _convex_combination(name: str, rule: Rule, case: Case, generator: np.random.Generator) -> None:
-    step, reach = step_of(rule, case), size(case)
-    # Non-negative weights of the rows that give the step and sum to one. Coordinates of the rows' own span keep the
-    # program small; what lies outside the span must be nothing.
-    basis = np.linalg.qr(case.rows.T)[0]
-    same(basis @ (basis.T @ step), step, reach)
-    matrix = np.vstack([(case.rows @ basis).T / reach, np.ones(len(case.rows))])
-    _, residual = scipy.optimize.nnls(matrix, np.append(basis.T @ step / reach, 1.0))
-    assert residual <= RELATIVE
+    aggregate, reach = rule.aggregate(case.build(rule), {})[0], size(case)
+    if not aggregate.step.any():  # 0 in the hull: no combination is named.
+        return
+    weights = np.array(list(aggregate.diagnostics["weights"].values()))
+    assert weights.min() >= 0.0
+    assert abs(weights.sum() - 1.0) <= RELATIVE
+    same(weights @ case.rows, np.asarray(aggregate.step), reach)
 
 
 def _weights_sum_to_one(name: str, rule: Rule, case: Case, generator: np.random.Generator) -> None:
