@@ -11,7 +11,7 @@ from .gram import cosines, norm
 from .leastsquares import combine_units, meet
 from .rule import Rule
 from .updates import Aggregate, Floats, State, Updates
-from .validation import check_choice, check_learning_rate
+from .validation import check_choice, check_learning_rate, server_rate
 
 LENGTH_MODELS = ("projection", "min", "max", "mean", "harmonic", "geometric")
 
@@ -98,7 +98,7 @@ class ConFIG(Rule):
             step = combine_units(list(updates.rows), norms, weights)
         length = norm(step)
         if length > 0.0:
-            rate = (self.server_learning_rate or updates.local_learning_rate) / updates.local_learning_rate
+            rate = server_rate(self.server_learning_rate, updates.local_learning_rate)
             projections = matrix @ (weights[used] / length)
             rate /= projections.size if self.length_scale == "mean" else 1
             factor = rate * float(self._lengths(norms[used]) @ projections) / length

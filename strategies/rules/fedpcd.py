@@ -17,7 +17,7 @@ from .projection import PROXQP, Program, Solution, available_solvers, irreconcil
 from .rows import VANISHED, Rows, gather
 from .rule import Rule
 from .updates import Aggregate, Diagnostics, Floats, State, Updates
-from .validation import check_choice, check_learning_rate, check_range, check_whole
+from .validation import check_choice, check_learning_rate, check_range, check_whole, server_rate
 
 
 @dataclass(frozen=True)
@@ -208,13 +208,9 @@ class FedPCD(Rule):
         if length <= VANISHED * primary_norm * (own + solution.multipliers.sum()):
             step[:] = 0.0
         else:
-            step *= self._rate(updates) * primary_norm / length
+            step *= server_rate(self.server_learning_rate, updates.local_learning_rate) * primary_norm / length
         diagnostics["seconds-combination"] = time.perf_counter() - start
         return Aggregate(step, diagnostics)
-
-    def _rate(self, updates: Updates) -> float:
-        """Server over local learning rate."""
-        return (self.server_learning_rate or updates.local_learning_rate) / updates.local_learning_rate
 
 
 def _averaged(updates: Updates, server_learning_rate: float, diagnostics: Diagnostics) -> Aggregate:

@@ -15,7 +15,7 @@ from .projection import Program, Solution, solve
 from .rows import VANISHED, Rows, gather
 from .rule import Rule
 from .updates import Aggregate, Diagnostics, Floats, State, Updates
-from .validation import check_learning_rate, check_range
+from .validation import check_learning_rate, check_range, server_rate
 
 _MEAN = ""
 """Stands for the FedAvg mean among client ids."""
@@ -111,7 +111,10 @@ class PCD(Rule):
         if primary_norm == 0.0 or not used.any():
             status = "stationary" if primary_norm == 0.0 else "inactive"
             step = np.zeros(updates.rows[0].size) if primary_norm == 0.0 else combine(rows.rows, shares)
-            return Aggregate(step * self._rate(updates), {**diagnostics, "status": status}), averages
+            return Aggregate(
+                step * server_rate(self.server_learning_rate, updates.local_learning_rate),
+                {**diagnostics, "status": status},
+            ), averages
         # Both sides of a constraint are divided by the lengths of the row and of the primary, as the program expects.
         scaled = lengths / scales(averages, ids)
         own = scaled[updates.client_ids.index(primary)] if primary else scaled[-1]
@@ -129,11 +132,9 @@ class PCD(Rule):
         multipliers[used] = solution.multipliers * own / scaled[: rows.norms.size][used]
         pairs = zip(updates.client_ids, multipliers.tolist(), strict=True)
         diagnostics["multipliers"] = {client: mu for client, mu in pairs if mu > 0.0}
-        return Aggregate(step * self._rate(updates), diagnostics), averages
-
-    def _rate(self, updates: Updates) -> float:
-        """Server over local learning rate."""
-        return (self.server_learning_rate or updates.local_learning_rate) / updates.local_learning_rate
+        return Aggregate(
+            step * server_rate(self.server_learning_rate, updates.local_learning_rate), diagnostics
+        ), averages
 
 
 def _primary(updates: Updates, rows: Rows, primary: str) -> tuple[Floats, float, Floats]:
