@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from .replies import Reply, count_problem, finite_metrics, silence
+from .replies import Reply, count_problem, finite_metrics, metrics_problem, silence
 from .reports import EvaluationReport, Rejection
 
 
@@ -29,7 +29,8 @@ def evaluation_report(
     metrics: dict[str, dict[str, float]] = {}
     rejections: dict[str, Rejection] = {}
     for answer in answers:
-        client, problem = answer.client_id, count_problem(answer.metrics.get(weight_key))
+        client, problem = answer.client_id, metrics_problem(answer.metrics)
+        problem = problem or count_problem(answer.metrics.get(weight_key))
         if answer.error is not None:
             rejections[client] = Rejection(client, "error", answer.error)
         elif problem is not None:

@@ -42,6 +42,7 @@ from .engine import Engine, round_metrics
 from .evaluation import evaluation_report, weighted_means
 from .keywords import split, subclass
 from .logs import last_line, log_rejections
+from .model import Arrays, Model
 from .protocol import (
     CLIENT_ID,
     LOCAL_LEARNING_RATE,
@@ -53,10 +54,11 @@ from .protocol import (
     SPLIT,
     TRAINING_SPLIT,
 )
-from .replies import Arrays, Model, Reply, finite_metrics
-from .roster import Answer, Node, Roster, RosterError
+from .replies import Reply, finite_metrics
+from .roster import Answer, NoAnswerError, Node, Roster, RosterError
 from .rules import RULES, Rule
 from .rules.updates import LOSS_BEFORE
+from .wire import WireError, check_arrays, check_direction
 from .wrapping import refuse_privacy_wrapper
 
 _DISCARDED = "not used: another client failed, and accept_failures is False"
@@ -253,8 +255,10 @@ class LegacyStrategy(FlowerFedAvg):
         try:
             answer = proxy.get_properties(GetPropertiesIns({}), timeout=patience, group_id=0)
             return Answer.parse(answer.properties)
+        except RosterError as error:
+            return error
         except Exception as error:  # Whatever a node answers, it only counts as missing.
-            return RosterError(last_line(str(error)))
+            return NoAnswerError(last_line(str(error)))
 
     def _address(self, chosen: tuple[str, ...], proxies: dict[Node, ClientProxy]) -> dict[str, _Client]:
         node_of = self._roster.node_of
@@ -271,20 +275,26 @@ class LegacyStrategy(FlowerFedAvg):
         if error is not None or self._model is None:
             return Reply(client, error=error)
         try:
-            arrays = parameters_to_ndarrays(result.parameters)
+            arrays, direction = self._decode(self._model, result.parameters)
+        except WireError as fault:
+            return Reply(client, unreadable=str(fault))
         except Exception as fault:  # Bytes from outside: any fault is the sender's.
-            return Reply(client, error=f"its arrays cannot be read: {fault}")
-        names, direction = list(self._model.arrays), None
-        parameters = self._model.parameters
-        if NEWTON_DIRECTION in self.rule.required() and len(arrays) == len(names) + len(parameters):
-            direction = dict(zip(parameters, arrays[len(names) :], strict=True))
-            arrays = arrays[: len(names)]
-        if len(arrays) != len(names):
-            # Names beyond the model's make the count itself the reason for the rejection.
-            names = [*names, *(f"array {i}" for i in range(len(names), len(arrays)))][: len(arrays)]
+            return Reply(client, unreadable=f"its arrays cannot be read: {fault}")
         metrics = {**result.metrics, NUM_EXAMPLES: result.num_examples}
-        named = dict(zip(names, arrays, strict=True))
-        return Reply(client, named, result.num_examples, metrics, newton_direction=direction)
+        return Reply(client, arrays, result.num_examples, metrics, newton_direction=direction)
+
+    def _decode(self, model: Model, sent: Parameters) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """The model and, if the rule needs one, the Newton direction; judged before any of it is deserialised."""
+        names, parameters, tensors = list(model.arrays), model.parameters, sent.tensors
+        both = NEWTON_DIRECTION in self.rule.required() and len(tensors) == len(names) + len(parameters)
+        # Names beyond the model's make the count itself the reason for the rejection.
+        more = (f"array {i}" for i in range(len(names), len(tensors)))
+        check_arrays(model, dict(zip([*names, *more], tensors[: len(names)] if both else tensors, strict=False)))
+        if both:
+            check_direction(model, dict(zip(parameters, tensors[len(names) :], strict=True)))
+        arrays = parameters_to_ndarrays(sent)
+        direction = dict(zip(parameters, arrays[len(names) :], strict=True)) if both else None
+        return dict(zip(names, arrays, strict=False)), direction
 
     def _failed(self) -> list[Reply]:
         return [Reply(c, error=client.failure) for c, client in self._asked.items() if client.failure is not None]

@@ -1,38 +1,33 @@
-"""From client replies to validated updates, and from a rule's step to the new model. Knows nothing of Flower.
+"""From client replies to validated updates. Knows nothing of Flower.
 
-The server trusts no reply: names, shapes, kinds of dtype, finiteness, example counts, duplicates and lengths are
-checked, and a reply that fails costs its sender the round, never the run.
-
-Arrays fall into three groups. *Parameters* (floating, not a buffer) make up the rows that rules see. *Averaged
-buffers* (floating statistics such as BatchNorm's running mean and variance) belong to no direction and are averaged
-with FedAvg's weights. *Counters* (integers and booleans) take the clients' lower median, which one client cannot drive
-away. All keep their dtype and shape.
+The server trusts no reply: names, shapes, kinds of dtype, finiteness, example counts, metrics, duplicates and lengths
+are checked (``wire.py`` looks at the bytes before), and a reply that fails costs its sender the round, never the run.
 """
 
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
-from itertools import groupby
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from .model import Arrays, Model
 from .reports import Rejection
-from .rules import Aggregate, Updates, client_order
+from .rules import Updates, client_order
 from .rules.gram import norm
-from .rules.updates import METRIC_NEEDS, NEWTON_DIRECTION, Floats, Row, TrialLosses
+from .rules.updates import METRIC_NEEDS, NEWTON_DIRECTION, Row, TrialLosses
 
-Arrays = Mapping[str, NDArray[Any]]
-
-BUFFER_PATTERNS = ("*running_mean", "*running_var", "*num_batches_tracked")
-"""Names (shell patterns) of arrays that are statistics rather than parameters: PyTorch's BatchNorm buffers."""
-_VARIANCE_PATTERN = "*running_var"
 _MOST_EXAMPLES = 2**53
 """Beyond it counts are no longer exact in float64, and their sum may overflow."""
+EXAMPLES_SCREEN = 1000.0
+"""Default of `screen`: how many times the others' median a client's number of examples may be."""
+MOST_METRICS = 256
+LONGEST_KEY = 128
+"""Characters of a metric's name; names go to the log and to the results of every round."""
+_LONGEST_TEXT = 1000
+"""Characters of a client's own words in a reason."""
 
 
 class MissingNeedError(RuntimeError):
@@ -61,6 +56,8 @@ class Reply:
         The error's text, if the client reported one.
     newton_direction : mapping of str to ndarray, or None
         Its quasi-Newton direction, by parameter name, for rules that need one.
+    unreadable : str or None
+        Why its arrays were not even deserialised.
     """
 
     client_id: str
@@ -69,6 +66,7 @@ class Reply:
     metrics: Mapping[str, object] = field(default_factory=dict)
     error: str | None = None
     newton_direction: Arrays | None = None
+    unreadable: str | None = None
 
 
 @dataclass(frozen=True)
@@ -84,156 +82,13 @@ class Accepted:
     newton_direction: Row | None = None
 
 
-class Model:
-    """The global model of one round: which arrays are parameters, and how they lie in a row.
-
-    Parameters
-    ----------
-    arrays : mapping of str to ndarray
-        The global model, in the order in which it is sent.
-    buffer_patterns : sequence of str
-        Shell patterns of names that are statistics.
-
-    Raises
-    ------
-    ValueError
-        If there is no parameter, or an array is neither floating, integer nor boolean, or not finite.
-    """
-
-    def __init__(self, arrays: Arrays, buffer_patterns: Sequence[str] = BUFFER_PATTERNS) -> None:
-        self.arrays = dict(arrays)
-        for name, array in self.arrays.items():
-            if array.dtype.kind not in "fiub":
-                raise ValueError(f"array {name!r} has dtype {array.dtype}; only floats, integers and booleans work")
-            if array.dtype.kind == "f" and not np.isfinite(array).all():
-                raise ValueError(f"array {name!r} of the global model is not finite")
-        floating = [name for name, array in self.arrays.items() if array.dtype.kind == "f"]
-        self.averaged = [n for n in floating if any(fnmatchcase(n, p) for p in buffer_patterns)]
-        self.parameters = [n for n in floating if n not in set(self.averaged)]
-        self.counters = [n for n in self.arrays if self.arrays[n].dtype.kind != "f"]
-        if not any(self.arrays[n].size for n in self.parameters):
-            raise ValueError("the model has no trainable floating-point parameter")
-        self.spans, self.size = self._layout(self.parameters)
-        self.array_slices = tuple(span for span in self.spans.values() if span.stop > span.start)
-        self.layer_slices = self._layers()
-        # float16 is widened for arithmetic; float64 models keep their precision.
-        self.row_dtype = np.result_type(np.float32, *(self.arrays[n].dtype for n in floating))
-
-    def problem(self, arrays: Arrays) -> str | None:
-        """Why arrays cannot be a client's version of this model, or None if they can."""
-        missing, extra = self.arrays.keys() - arrays.keys(), arrays.keys() - self.arrays.keys()
-        if missing or extra:
-            return f"array names differ: missing {_some(missing)}, unexpected {_some(extra)}"
-        for name, own in self.arrays.items():
-            theirs = arrays[name]
-            if theirs.shape != own.shape:
-                return f"array {name!r} has shape {theirs.shape}, expected {own.shape}"
-            if _kind(theirs) != _kind(own):
-                return f"array {name!r} has dtype {theirs.dtype}, expected a {own.dtype}-like one"
-            if name in self.averaged and fnmatchcase(name, _VARIANCE_PATTERN) and (theirs < 0).any():
-                return f"array {name!r} holds a negative variance"
-        return None
-
-    def direction_problem(self, arrays: Arrays | None) -> str | None:
-        """Why arrays cannot be a direction in the space of this model's parameters, or None if they can."""
-        if arrays is None:
-            return f"sent no {NEWTON_DIRECTION!r}, which this rule needs"
-        if arrays.keys() != self.spans.keys():
-            return f"the arrays of its {NEWTON_DIRECTION!r} differ from the model's parameters"
-        for name, array in arrays.items():
-            if array.shape != self.arrays[name].shape or array.dtype.kind != "f" or not np.isfinite(array).all():
-                return f"array {name!r} of its {NEWTON_DIRECTION!r} has another shape or dtype, or is not finite"
-        return None
-
-    def flat(self, arrays: Arrays) -> Row:
-        """Arrays by parameter name as one row, shape (size,)."""
-        row = np.empty(self.size, dtype=self.row_dtype)
-        for name, span in self.spans.items():
-            row[span] = arrays[name].ravel()
-        return row
-
-    def shifted(self, step: Floats) -> dict[str, NDArray[Any]]:
-        """The model at ``theta_t - step``; statistics and counters stay as they are.
-
-        Raises
-        ------
-        FloatingPointError
-            If a parameter would leave the range of its dtype.
-        """
-        result = dict(self.arrays)
-        for name, span in self.spans.items():
-            own = self.arrays[name]
-            with np.errstate(over="ignore"):
-                # A 0-dim array decays to a scalar in arithmetic; asarray brings it back.
-                moved = np.asarray(own.astype(np.float64) - step[span].reshape(own.shape))
-                result[name] = moved.astype(own.dtype)
-            if not np.isfinite(result[name]).all():
-                raise FloatingPointError(f"the step would make {name!r} infinite in {own.dtype}")
-        return result
-
-    def displacement(self, arrays: Arrays) -> Row:
-        """``theta_t - theta_i`` as one row, shape (size,); not finite where the client's model is not."""
-        return self._difference(arrays, self.spans, self.size)
-
-    def statistics(self, arrays: Arrays) -> Row:
-        """The same for the averaged buffers."""
-        return self._difference(arrays, *self._layout(self.averaged))
-
-    def culprit(self, arrays: Arrays) -> str | None:
-        """Name of the first floating array that is not finite in the model's own dtype, or None."""
-        with np.errstate(over="ignore"):
-            for name in (*self.parameters, *self.averaged):
-                if not np.isfinite(arrays[name].astype(self.arrays[name].dtype)).all():
-                    return name
-        return None
-
-    def _layers(self) -> tuple[slice, ...]:
-        """Weight and bias of a module make one layer; a normalisation joins the layer before it in the same parent."""
-        layers: list[tuple[str, int, int]] = []
-        for module, names in groupby(self.parameters, key=_module):
-            members = list(names)
-            low, high = self.spans[members[0]].start, self.spans[members[-1]].stop
-            parent = module.rpartition(".")[0]
-            joins = all(self.arrays[name].ndim <= 1 for name in members)
-            if joins and layers and layers[-1][0] == parent:
-                low = layers.pop()[1]
-            layers.append((parent, low, high))
-        return tuple(slice(low, high) for _, low, high in layers if high > low)
-
-    def _layout(self, names: Sequence[str]) -> tuple[dict[str, slice], int]:
-        ends = np.cumsum([0, *(self.arrays[name].size for name in names)]).tolist()
-        return {name: slice(ends[i], ends[i + 1]) for i, name in enumerate(names)}, ends[-1]
-
-    def _difference(self, arrays: Arrays, spans: Mapping[str, slice], size: int) -> Row:
-        row = np.empty(size, dtype=self.row_dtype)
-        with np.errstate(over="ignore", invalid="ignore"):
-            for name, span in spans.items():
-                own = self.arrays[name]
-                # In the model's own dtype, which is what the client's values would become.
-                theirs = arrays[name].astype(own.dtype, copy=False)
-                np.subtract(own, theirs, out=row[span].reshape(own.shape), dtype=self.row_dtype)
-        return row
-
-    def moved(self, aggregate: Aggregate, accepted: Sequence[Accepted], weights: Floats) -> dict[str, NDArray[Any]]:
-        """The next global model: parameters minus the step, statistics averaged, counters at their median.
-
-        Raises
-        ------
-        FloatingPointError
-            If a parameter would leave the range of its dtype.
-        """
-        result = self.shifted(aggregate.step)
-        for name in self.averaged:
-            stack = np.stack([reply.buffers[name].astype(np.float64) for reply in accepted])
-            result[name] = np.asarray(np.tensordot(weights, stack, axes=1)).astype(self.arrays[name].dtype)
-        for name in self.counters:
-            values = np.stack([reply.buffers[name].astype(self.arrays[name].dtype) for reply in accepted])
-            result[name] = np.asarray(np.sort(values, axis=0)[(len(accepted) - 1) // 2])
-        return result
-
-
 def screen(
-    model: Model, replies: Iterable[Reply], cohort: Sequence[str], norm_screen: float, needs: Sequence[str] = ()
+    model: Model,
+    replies: Iterable[Reply],
+    cohort: Sequence[str],
+    norm_screen: float,
+    needs: Sequence[str] = (),
+    examples_screen: float = EXAMPLES_SCREEN,
 ) -> tuple[list[Accepted], list[Rejection]]:
     """Sort replies into usable updates, in stable order of clients, and rejections.
 
@@ -246,11 +101,14 @@ def screen(
     cohort : sequence of str
         Who was asked.
     norm_screen : float
-        An update longer than this many times both the others' (lower) median of non-zero lengths and the length of
-        the global model itself is refused; 0 accepts any length. The median alone would not do: once most clients are
-        well served their updates are tiny, and it is the badly served ones that still move.
+        An update longer than this many times the others' (lower) median of non-zero lengths is refused, unless it is
+        no longer than the global model itself; 0 accepts any length. The median alone would not do: once most clients
+        are well served their updates are tiny, and it is the badly served ones that still move.
     needs : sequence of str
         What the rule requires of every client; a reply without it is refused.
+    examples_screen : float
+        In cohorts of three or more a number of examples larger than this many times the others' (upper) median is
+        refused; 0 accepts any number.
 
     Returns
     -------
@@ -275,7 +133,8 @@ def screen(
                 rejections[client_id] = outcome
     for client_id in expected - accepted.keys() - rejections.keys():
         rejections[client_id] = silence(client_id)
-    for client_id, reason in _too_long(model, accepted, norm_screen).items():
+    refused = {**_too_long(model, accepted, norm_screen), **_too_many(accepted, examples_screen)}
+    for client_id, reason in refused.items():
         del accepted[client_id]
         rejections[client_id] = Rejection(client_id, "invalid", reason)
     return (
@@ -358,8 +217,8 @@ def finite_metrics(metrics: Mapping[str, object]) -> dict[str, float]:
 
 def _check(model: Model, reply: Reply, needs: Sequence[str]) -> Accepted | Rejection:
     if reply.error is not None:
-        return Rejection(reply.client_id, "error", reply.error)
-    problem = count_problem(reply.num_examples)
+        return Rejection(reply.client_id, "error", reply.error[:_LONGEST_TEXT])
+    problem = reply.unreadable or metrics_problem(reply.metrics) or count_problem(reply.num_examples)
     if problem is None and reply.arrays is None:
         problem = "sent no arrays"
     if problem is None and reply.arrays is not None:
@@ -396,16 +255,26 @@ def _need_problem(model: Model, reply: Reply, need: str) -> str | None:
         return f"its metrics lack {need!r}, which this rule needs"
     value = finite_metrics(reply.metrics).get(need)
     if value is None or value < 0.0:
-        return f"its metric {need!r} must be a finite number >= 0, got {reply.metrics[need]!r}"
+        return f"its metric {need!r} must be a finite number >= 0, got {_shown(reply.metrics[need])}"
+    return None
+
+
+def metrics_problem(metrics: Mapping[str, object]) -> str | None:
+    """Why a client's metrics are not looked at, or None if they are."""
+    if len(metrics) > MOST_METRICS:
+        return f"sent {len(metrics)} metrics, more than {MOST_METRICS}"
+    longest = max(map(len, metrics), default=0)
+    if longest > LONGEST_KEY:
+        return f"sent a metric whose name has {longest} characters, more than {LONGEST_KEY}"
     return None
 
 
 def count_problem(value: object) -> str | None:
     """Why a number of examples cannot be used, or None if it can."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        return f"num-examples must be a number > 0, got {value!r}"
+        return f"num-examples must be a number > 0, got {_shown(value)}"
     if not _is_finite(value) or not 0 < value <= _MOST_EXAMPLES:
-        return f"num-examples must be > 0 and at most {_MOST_EXAMPLES}, got {value!r}"
+        return f"num-examples must be > 0 and at most {_MOST_EXAMPLES}, got {_shown(value)}"
     return None
 
 
@@ -429,23 +298,32 @@ def _too_long(model: Model, accepted: Mapping[str, Accepted], norm_screen: float
             # Its own length is left out of the median, so that nobody vouches for himself in a small cohort.
             moving = sorted(other for c, other in lengths.items() if c != client_id and other > 0.0)
             median = moving[(len(moving) - 1) // 2] if moving else 0.0
-            if length > norm_screen * max(median, own) > 0.0:
+            if length > max(norm_screen * median, own) > 0.0:
                 refused[client_id] = (
                     f"its {what} has length {length:.3g}, more than {norm_screen:g} times the others' median "
-                    f"{median:.3g} and the model's own length {own:.3g} (norm-screen)"
+                    f"{median:.3g} and more than the model's own length {own:.3g} (norm-screen)"
                 )
     return refused
 
 
-def _kind(array: NDArray[Any]) -> str:
-    return "i" if array.dtype.kind in "iu" else array.dtype.kind
+def _too_many(accepted: Mapping[str, Accepted], examples_screen: float) -> dict[str, str]:
+    refused: dict[str, str] = {}
+    for client_id, reply in accepted.items() if examples_screen > 0.0 else ():
+        others = sorted(other.num_examples for c, other in accepted.items() if c != client_id)
+        # Of two clients neither can be told to be wrong; of two others the larger counts, so that one tiny claim
+        # refuses nobody.
+        median = others[len(others) // 2] if len(others) > 1 else reply.num_examples
+        if reply.num_examples > max(1.0, examples_screen) * median:
+            refused[client_id] = (
+                f"its num-examples {reply.num_examples:g} is more than {examples_screen:g} times the others' median "
+                f"{median:g} (examples-screen)"
+            )
+    return refused
 
 
-def _some(names: Iterable[str]) -> str:
-    ordered = sorted(names)
-    shown = ", ".join(ordered[:3])
-    return f"[{shown}{', ...' if len(ordered) > 3 else ''}]"
-
-
-def _module(name: str) -> str:
-    return name.rpartition(".")[0] or name
+def _shown(value: object) -> str:
+    """A value from outside as short text."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # Python refuses to write out integers of thousands of digits.
+        return "a number of thousands of digits"

@@ -53,6 +53,10 @@ class FedPCD(Rule):
     on_infeasible : {"primary", "relax", "zero"}
         What to do when no direction serves all clients. "primary": this round is FedAvg. "relax": the irreconcilable
         clients are only protected from harm, all others get their tau. "zero": the model stays.
+    multiplier_cap : float
+        Largest multiplier ``mu_i`` of a client in ``d* = g~_0 + sum_i mu_i g~_i``, in [0, 1e9]; 0: none is capped. One
+        client then moves ``d*`` by at most ``cap |g~_i|`` (``|g~_i| = 1`` under "l2"), whatever its direction; who
+        needs more misses its tau, and every round has a solution.
     solver : str
         "proxqp" (ProxSuite), or any QP solver that qpsolvers finds installed. Every answer is certified anyway.
     server_learning_rate : float
@@ -88,6 +92,7 @@ class FedPCD(Rule):
     ema_beta: float = 0.8
     primary: bool = True
     on_infeasible: str = "primary"
+    multiplier_cap: float = 0.0
     solver: str = PROXQP
     server_learning_rate: float = 0.0
 
@@ -101,6 +106,7 @@ class FedPCD(Rule):
         if not self.primary and self.tau == 0.0:
             raise ValueError("primary=False needs tau > 0: with tau = 0 the shortest direction is no step at all")
         check_choice("on_infeasible", self.on_infeasible, ("primary", "relax", "zero"))
+        check_range("multiplier_cap", self.multiplier_cap, 0.0, 1e9)
         check_choice("solver", self.solver, available_solvers())
         check_learning_rate(self.server_learning_rate)
 
@@ -136,6 +142,7 @@ class FedPCD(Rule):
             "constraints-cached": len(rows.client_ids) - rows.current,
             "constraints-active": 0,
             "relaxed-clients": [],
+            "capped-clients": [],
             "multipliers": {},
         }
         primary_norm, alignments = rows.primary(updates)
@@ -148,12 +155,15 @@ class FedPCD(Rule):
             alignments[used] if self.primary else np.zeros(int(used.sum())),
             self.tau * demands[used],
             self.primary,
+            self.multiplier_cap * demands[used] if self.multiplier_cap > 0.0 else None,
         )
         start = time.perf_counter()
         program, solution, relaxed = self._solve(program)
         diagnostics |= _describe(program, solution, alignments[used])
         clients = [c for c, u in zip(rows.client_ids, used, strict=True) if u]
         diagnostics["relaxed-clients"] = [c for c, r in zip(clients, relaxed, strict=True) if r]
+        if solution.short is not None:
+            diagnostics["capped-clients"] = [c for c, s in zip(clients, solution.short, strict=True) if s]
         # In the paper's terms the multiplier belongs to g~_i, whose length is the demand, not to the unit row.
         diagnostics["multipliers"] = {
             c: float(mu / demand)
@@ -227,7 +237,7 @@ def _describe(program: Program, solution: Solution, alignments: Floats) -> Diagn
         "status": solution.status,
         "solver": solution.found_by,
         "constraints-active": int((solution.multipliers > 0.0).sum()),
-        "tau-met": solution.status in ("inactive", "solved"),
+        "tau-met": solution.status in ("inactive", "solved") and (solution.short is None or not solution.short.any()),
         "direction-norm": solution.direction_norm,
         "cosine-to-fedavg": towards_primary / solution.direction_norm if solution.direction_norm > 0.0 else 0.0,
         "smallest-progress": float(progress.min()),

@@ -9,7 +9,12 @@ needed is the m x m matrix of cosines K and the alignments ``a_i = <u_i, u_0>``;
 ProxSuite proposes multipliers, an active-set step polishes them, and `certify` decides from K, a and b alone whether
 they are right; no solver's status is ever believed. Where they are not right, an exact least-distance program
 (non-negative least squares) either gives them or proves that 0 lies in the convex hull of the rows, in which case no
-direction serves all. Sources: ``paper/method.md`` (Algorithm 1), Lawson & Hanson (1974), chapter 23.
+direction serves all.
+
+With caps ``mu_i <= C_i`` no row can bend the direction by more than ``C_i``, and there always is a solution: in R^n a
+threshold may then be missed at the price ``C_i`` per unit, ``min 1/2 |d - u_0|^2 + sum_i C_i max(0, b_i - <u_i, d>)``.
+
+Sources: ``paper/method.md`` (Algorithm 1), Lawson & Hanson (1974), chapter 23.
 """
 
 from __future__ import annotations
@@ -34,6 +39,8 @@ Status = Literal["inactive", "solved", "infeasible", "uncertified"]
 PROXQP = "proxqp"
 LEAST_DISTANCE = "nnls"
 """Solve by the exact least-distance program alone: quicker where many programs are expected to have no solution."""
+LEAST_SQUARES = "bvls"
+"""What finds the answer to a program with caps where the solver does not."""
 TOLERANCE = 1e-9
 """Largest KKT residual of a certified solution, relative to the direction's length (see `Residuals`)."""
 SLACK = 1e-12
@@ -43,6 +50,8 @@ HULL_RESOLUTION = 1e-6
 are (a distance of 1e-6 is 1e-12 in a Gram matrix), and the direction would be made of rounding errors."""
 _SPECTRUM_CUT = 1e-13
 _POLISH_STEPS = 12
+_PROXIMITIES = (1e-8, 1e-6, 1e-10)
+_PROXIMAL_STEPS = 10
 
 
 @dataclass(frozen=True)
@@ -59,12 +68,20 @@ class Program:
         ``b_i >= 0``, the progress that each row demands of ``d``.
     primary : bool
         Whether ``u_0`` is part of the direction. Without it the program is ``min 1/2 |d|^2``.
+    caps : ndarray of shape (m,), float64, or None
+        ``C_i >= 0``, finite: the largest multipliers allowed; None: no row is capped.
     """
 
     cosines: Floats
     alignments: Floats
     thresholds: Floats
     primary: bool = True
+    caps: Floats | None = None
+
+    @property
+    def upper(self) -> Floats:
+        """The caps, infinite where there are none, shape (m,)."""
+        return np.full(self.thresholds.size, np.inf) if self.caps is None else self.caps
 
     @property
     def violations(self) -> Floats:
@@ -91,16 +108,19 @@ class Residuals:
     Lengths (`primal`) are divided by ``l = max(1, |d|)``, products of a length and a multiplier (`complementarity`,
     `gap`) by ``l max(l, sum mu)``, `dual` by the largest multiplier. Stationarity holds by construction.
 
+    A row with a cap may miss its threshold if its multiplier is at the cap. Multipliers that pass are exact for
+    thresholds and caps that differ from the program's by no more than the residuals.
+
     Parameters
     ----------
     primal : float
-        Largest ``b_i - <u_i, d>``, or 0.
+        Largest ``b_i - <u_i, d>``, or ``C_i - mu_i`` where that is smaller, or 0.
     dual : float
-        Largest ``-mu_i``, or 0.
+        Largest ``-mu_i`` or ``mu_i - C_i``, or 0.
     complementarity : float
-        Largest ``|mu_i (<u_i, d> - b_i)|``.
+        Largest ``|mu_i (<u_i, d> - b_i)|``; where a threshold is missed, with ``C_i - mu_i`` if that is smaller.
     gap : float
-        Primal minus dual objective, in absolute value.
+        Sum of these products, in absolute value: without caps the primal minus the dual objective.
     """
 
     primal: float
@@ -123,7 +143,8 @@ class Solution:
     ----------
     status : {"inactive", "solved", "infeasible", "uncertified"}
         "inactive": the primary meets every threshold. "solved" if and only if `residuals` are within `TOLERANCE`.
-        "infeasible": `opposed` proves it. "uncertified": neither could be shown; the multipliers are zero.
+        "infeasible": `opposed` proves it; never with caps. "uncertified": neither could be shown; the multipliers are
+        zero.
     multipliers : ndarray of shape (m,), float64
         ``mu``; zeros unless "solved".
     residuals : Residuals
@@ -134,6 +155,8 @@ class Solution:
         "none", "polish", the solver's name, or "nnls".
     opposed : ndarray of shape (m,), float64, or None
         If infeasible: weights ``lambda >= 0`` that sum to one, with ``|sum_i lambda_i u_i|`` zero up to rounding.
+    short : ndarray of shape (m,), bool, or None
+        With caps: the rows that are kept below their threshold by their cap.
     """
 
     status: Status
@@ -142,6 +165,7 @@ class Solution:
     direction_norm: float
     found_by: str
     opposed: Floats | None = None
+    short: NDArray[np.bool_] | None = None
 
 
 def available_solvers() -> tuple[str, ...]:
@@ -166,11 +190,12 @@ def certify(program: Program, multipliers: Floats) -> Residuals:
     """
     length = max(1.0, program.direction_norm(multipliers))
     slack = program.progress(multipliers) - program.thresholds
-    products = multipliers * slack
+    room = program.upper - multipliers
+    products = np.where(slack < 0.0, np.minimum(multipliers, room), multipliers) * slack
     product_scale = length * max(length, float(multipliers.sum()))
     return Residuals(
-        primal=float(max(0.0, -slack.min())) / length,
-        dual=float(max(0.0, -multipliers.min())) / max(1.0, float(multipliers.max())),
+        primal=float(max(0.0, np.minimum(-slack, room).max())) / length,
+        dual=float(max(0.0, -multipliers.min(), -room.min())) / max(1.0, float(multipliers.max())),
         complementarity=float(np.abs(products).max()) / product_scale,
         gap=float(abs(products.sum())) / product_scale,
     )
@@ -205,6 +230,8 @@ def solve(program: Program, solver: str = PROXQP) -> Solution:
         for found_by, candidate in () if solver == LEAST_DISTANCE else _candidates(program, solver):
             if certify(program, candidate).worst <= TOLERANCE and _is_proportionate(program, candidate):
                 return _answer(program, candidate, "solved", found_by)
+        if program.caps is not None:
+            return _bounded(program)
         multipliers, opposed = _least_distance(program)
         if opposed is not None:
             return replace(_answer(program, nothing, "infeasible", "nnls"), opposed=opposed)
@@ -262,24 +289,34 @@ def _check(program: Program) -> None:
     parts = (program.cosines, program.alignments, program.thresholds)
     if not all(np.isfinite(part).all() for part in parts):
         raise ValueError("cosines, alignments and thresholds must be finite: screen the updates first")
+    if program.caps is not None and not (
+        program.caps.shape == (m,) and np.isfinite(program.caps).all() and (program.caps >= 0.0).all()
+    ):
+        raise ValueError(f"caps must be {m} finite numbers >= 0, got {program.caps}")
 
 
 def _answer(program: Program, multipliers: Floats, status: Status, found_by: str) -> Solution:
-    residuals = certify(program, multipliers)
-    return Solution(status, multipliers, residuals, program.direction_norm(multipliers), found_by)
+    residuals, length = certify(program, multipliers), program.direction_norm(multipliers)
+    short = None
+    if program.caps is not None:
+        missed = program.thresholds - program.progress(multipliers)
+        short = (missed > TOLERANCE * max(1.0, length)) & (status == "solved")
+    return Solution(status, multipliers, residuals, length, found_by, short=short)
 
 
 def _candidates(program: Program, solver: str) -> Iterator[tuple[str, Floats]]:
     guess = _proxqp(program) if solver == PROXQP else _qpsolvers(program, solver)
     if guess is None or not np.isfinite(guess).all():
         return
-    guess = np.maximum(guess, 0.0)
+    guess = np.minimum(np.maximum(guess, 0.0), program.upper)
     for polished in _polished(program, guess):
         yield "polish", polished
     yield solver, guess
 
 
 def _is_proportionate(program: Program, multipliers: Floats) -> bool:
+    if program.caps is not None:  # Rows that all but cancel are held by their caps, not by rounding errors.
+        return True
     # Where rows are promised progress, multipliers over their sum are weights of a point in the hull.
     correction = np.sqrt(max(0.0, float(multipliers @ (program.cosines @ multipliers))))
     return bool(correction >= HULL_RESOLUTION * multipliers.sum() or not program.thresholds.any())
@@ -294,8 +331,7 @@ def _proxqp(program: Program) -> Floats:
     qp.settings.max_iter = 200
     qp.settings.max_iter_in = 100
     qp.settings.initial_guess = proxqp.InitialGuess.EQUALITY_CONSTRAINED_INITIAL_GUESS
-    unbounded = np.full(m, np.inf)
-    qp.init(program.cosines, -program.violations, None, None, None, None, None, np.zeros(m), unbounded)
+    qp.init(program.cosines, -program.violations, None, None, None, None, None, np.zeros(m), program.upper)
     qp.solve()
     return np.array(qp.results.x, dtype=np.float64)
 
@@ -306,7 +342,7 @@ def _qpsolvers(program: Program, solver: str) -> Floats | None:
         with warnings.catch_warnings():
             # Sparse solvers warn that the matrix is dense, all of them about inaccuracy: the certificate knows better.
             warnings.simplefilter("ignore")
-            x = qpsolvers.solve_qp(program.cosines, -program.violations, lb=zeros, solver=solver)
+            x = qpsolvers.solve_qp(program.cosines, -program.violations, lb=zeros, ub=program.caps, solver=solver)
     except Exception:  # Solvers raise errors of their own on singular or unbounded programs; the certificate judges.
         return None
     return None if x is None else np.asarray(x, dtype=np.float64)
@@ -314,25 +350,33 @@ def _qpsolvers(program: Program, solver: str) -> Floats | None:
 
 def _polished(program: Program, guess: Floats) -> Iterator[Floats]:
     """Exact solutions on successive active sets, starting from the guess's own."""
+    upper = program.upper
     slack = program.progress(guess) - program.thresholds
-    active = guess > np.maximum(slack, 0.0)
+    held = upper - guess < -slack
+    active = (guess > np.maximum(slack, 0.0)) & ~held
     for _ in range(_POLISH_STEPS):
-        multipliers = _on_active_set(program, active)
-        yield np.maximum(multipliers, 0.0)
+        multipliers = _on_active_set(program, active, held)
+        yield np.minimum(np.maximum(multipliers, 0.0), upper)
         slack = program.progress(multipliers) - program.thresholds
-        # Rows whose multiplier turned negative leave, rows that are now violated enter.
-        following = (active & (multipliers > 0.0)) | (slack < -SLACK)
-        if (following == active).all():
+        # Rows whose multiplier turned negative leave, rows that are now violated enter; those beyond their cap are
+        # held there, until they make more progress than they need.
+        beyond = active & (multipliers > upper)
+        following_held = (held & (slack <= SLACK)) | beyond
+        following = ((active & (multipliers > 0.0)) | (slack < -SLACK) | held) & ~following_held
+        if (following == active).all() and (following_held == held).all():
             return
-        active = following
+        active, held = following, following_held
 
 
-def _on_active_set(program: Program, active: NDArray[np.bool_]) -> Floats:
-    multipliers = np.zeros_like(program.thresholds)
+def _on_active_set(program: Program, active: NDArray[np.bool_], held: NDArray[np.bool_]) -> Floats:
+    """Multipliers with which the active rows meet their thresholds exactly while the held ones are at their caps."""
+    multipliers = np.where(held, program.upper, 0.0)
     if not active.any():
         return multipliers
     matrix = program.cosines[np.ix_(active, active)]
     target = program.violations[active]
+    if held.any():
+        target = target - program.cosines[np.ix_(active, held)] @ multipliers[held]
     solve_for = _linear_solver(matrix)
     solution = solve_for(target)
     solution += solve_for(target - matrix @ solution)
@@ -373,6 +417,33 @@ def _least_distance(program: Program) -> tuple[Floats, Floats | None]:
     if remainder <= HULL_RESOLUTION**2:
         return np.zeros_like(violations), u / u.sum()
     return scale * u / remainder, None
+
+
+def _bounded(program: Program) -> Solution:
+    """The answer to a program with caps, which always has one: bounded least squares with a proximal term, polished."""
+    for proximity in _PROXIMITIES:
+        for guess in _proximal_steps(program, proximity):
+            for candidate in (*_polished(program, guess), guess):
+                if certify(program, candidate).worst <= TOLERANCE:
+                    return _answer(program, candidate, "solved", LEAST_SQUARES)
+    return _answer(program, np.zeros_like(program.thresholds), "uncertified", "none")
+
+
+def _proximal_steps(program: Program, proximity: float) -> Iterator[Floats]:
+    """Steps of the proximal-point method: the term makes each a least-squares problem and vanishes as they settle."""
+    m = program.thresholds.size
+    root = np.asarray(scipy.linalg.cholesky(program.cosines + proximity * np.eye(m)))
+    # The bounds of scipy's program must differ, also where a cap is zero.
+    above = np.maximum(program.upper, np.finfo(np.float64).tiny)
+    multipliers = np.zeros(m)
+    for _ in range(_PROXIMAL_STEPS):
+        target = scipy.linalg.solve_triangular(root, program.violations + proximity * multipliers, trans="T")
+        try:
+            found = scipy.optimize.lsq_linear(root, target, (0.0, above), method="bvls", tol=1e-15, max_iter=20 * m)
+        except np.linalg.LinAlgError:
+            return
+        multipliers = np.minimum(np.maximum(found.x, 0.0), program.upper)
+        yield multipliers
 
 
 def _factor(cosines: Floats) -> Floats:

@@ -11,7 +11,8 @@ from flwr.app import MessageType
 import strategies
 from strategies.engine import Engine, Options
 from strategies.inprocess import InProcessGrid
-from strategies.replies import Model, Reply
+from strategies.model import Model
+from strategies.replies import Reply
 from strategies.rules import RULES
 from strategies.rules.updates import LOSS_BEFORE, METRIC_NEEDS, NEEDS, TRIAL_LOSSES
 from tests.federations import run_legacy, run_message
