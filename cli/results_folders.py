@@ -45,7 +45,8 @@ def new_runs(results_dir: Path) -> Iterator[None]:
         yield
     except KeyboardInterrupt as error:
         made = sorted(_subfolders(results_dir) - before)
-        remark = f"; results so far: {' '.join(map(str, made))}" if made else ""
+        so_far = " ".join(map(str, made))
+        remark = f"; results so far: {so_far} (to go on: fedpcd run . --resume {made[-1]})" if made else ""
         raise KeyboardInterrupt(remark) from error
 
 

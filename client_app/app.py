@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Final
+import copy
+from typing import Final, cast
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app.user_config import UserConfig
 from flwr.clientapp import ClientApp
 
-from client_app import client
+from client_app import client, client_state
 from client_app.client_state import PARTICIPATIONS
 from client_app.code_hash import code_hash
 from client_app.legacy_client import LegacyClient
@@ -30,10 +32,23 @@ class DualApiClientApp(ClientApp):
 
     def __call__(self, message: Message, context: Context) -> Message:
         """Answer one message."""
+        context = _for_message(message, context)
         with ended_after_round_timeout(context):
             if message.metadata.message_type in _LEGACY_TYPES or any(key in message.content for key in _LEGACY_RECORDS):
                 return _legacy_app(message, context)
             return super().__call__(message, context)
+
+
+def _for_message(message: Message, context: Context) -> Context:
+    """Return the context with the settings that the message brings, and the client's memory as of its round."""
+    if message.has_error():
+        return context
+    settings = message.content.config_records.get(protocol.SETTINGS, ConfigRecord())
+    configs = (record for record in message.content.config_records.values() if protocol.SERVER_ROUND in record)
+    prepared = copy.copy(context)
+    prepared.state = client_state.of_message(context, message.metadata.message_type, next(configs, ConfigRecord()))
+    prepared.run_config = {**context.run_config, **cast(UserConfig, settings)}
+    return prepared
 
 
 app = DualApiClientApp()
@@ -49,6 +64,7 @@ def query(message: Message, context: Context) -> Message:
             protocol.HOSTING: roster.hosting,
             protocol.NUM_PARTITIONS: roster.num_partitions,
             protocol.CODE_HASH: code_hash(),
+            **({} if roster.partition_id is None else {protocol.PARTITION_ID: roster.partition_id}),
         }
     )
     return Message(RecordDict({protocol.ROSTER: record}), reply_to=message)

@@ -1,31 +1,141 @@
 """What a client keeps between rounds, by client id.
 
-A simulated node serves several clients, so every record's name carries the client's id. The records live in Flower's
-``context.state``, except under Ray: there messages to one node may be worked on at the same time, each on its own copy
-of the node's state, and the copy that comes back last would erase what the others noted. The workers of a simulation
-therefore keep one file per client in a folder of that simulation (see ``client_app/__init__.py``).
+A simulated node serves several clients, so every record's name carries the client's id. Where the records live:
+
+- in a folder, one file per client and round, if there is one: in the results of a simulation that can be resumed (the
+  server names it), in the ``state-dir`` of a deployed node, or where the workers of a Ray simulation share them (two of
+  them may work on messages to one node at the same time, each on its own copy of ``context.state``, and the copy that
+  came back last would erase what the other noted);
+- else in Flower's ``context.state``, which lasts as long as the run.
+
+A file per round lets a resumed run continue from what a client knew in *that* round, whatever it did until it died.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-import pickle
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 from urllib.parse import quote
 
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, MessageType, MetricRecord, RecordDict
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save as to_safetensors
 
 from client_app import STATE_DIR_VARIABLE
+from client_app.config import ConfigError
+from client_app.hosting import CLIENT_ID
+from strategies import protocol
 
 Record = ArrayRecord | ConfigRecord | MetricRecord
 
 PARTICIPATIONS: Final = "participations"
 """Metric key (int): rounds in which the client has trained, this one included."""
+STATE_DIR: Final = "state-dir"
+"""Node-config key (str): folder, absolute or starting with ``~``, in which a deployed client keeps its memory."""
 
 _TRAINING: Final = "training"
+_LONGEST_NAME: Final = 150
+_KINDS: Final[dict[str, type[Record]]] = {"a": ArrayRecord, "c": ConfigRecord, "m": MetricRecord}
+
+
+class FolderState(RecordDict):
+    """Stands for ``context.state`` where the records live in a folder, one file per client and round.
+
+    Parameters
+    ----------
+    folder : Path
+        The folder; made when something is saved, for the user alone.
+    server_round : int
+        The round of the message that is worked on.
+    training : bool
+        A client that trains continues from earlier rounds, one that evaluates knows this round's training too.
+    needed_since : int
+        Oldest round at which the server may still resume: what is only of use before it is removed.
+    """
+
+    def __init__(self, folder: Path, server_round: int, *, training: bool, needed_since: int = 0) -> None:
+        super().__init__()
+        self.folder = folder
+        self.server_round = server_round
+        self.newest = server_round - 1 if training else server_round
+        self.needed_since = needed_since
+
+    def read(self, client_id: str) -> dict[str, Record]:
+        """Return a client's records as of this message."""
+        rounds = [number for number in self._rounds(client_id) if number <= self.newest]
+        return _read_file(self._file(client_id, rounds[-1])) if rounds else {}
+
+    def write(self, client_id: str, records: Mapping[str, Record]) -> None:
+        """Note a client's records as those of this round, which this message sees from now on."""
+        target = self._file(client_id, self.server_round)
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _write_file(target, records)
+        self.newest = self.server_round
+        before = [number for number in self._rounds(client_id) if number <= self.needed_since]
+        for number in before[:-1]:
+            self._file(client_id, number).unlink(missing_ok=True)
+
+    def _rounds(self, client_id: str) -> list[int]:
+        folder = self._file(client_id, 0).parent
+        return sorted(int(file.stem) for file in folder.glob("*.safetensors") if file.stem.isdecimal())
+
+    def _file(self, client_id: str, server_round: int) -> Path:
+        return self.folder / _file_name(client_id) / f"{server_round:06d}.safetensors"
+
+
+def of_message(context: Context, message_type: str, config: Mapping[str, Any] | ConfigRecord) -> RecordDict:
+    """Return what stands for ``context.state`` while a message is worked on.
+
+    Parameters
+    ----------
+    context : Context
+        The node's context.
+    message_type : str
+        Flower's type of the message.
+    config : Mapping
+        The message's config.
+
+    Returns
+    -------
+    RecordDict
+        ``context.state`` itself where there is no folder.
+
+    Raises
+    ------
+    ConfigError
+        If the node's ``state-dir`` is relative.
+    """
+    server_round, since = config.get(protocol.SERVER_ROUND), config.get(protocol.RESUMABLE_SINCE)
+    folder = _folder(context, config)
+    if folder is None or not isinstance(server_round, int):
+        return context.state
+    return FolderState(
+        folder,
+        server_round,
+        training=message_type.partition(".")[0] == MessageType.TRAIN,
+        needed_since=since if isinstance(since, int) else 0,
+    )
+
+
+def _folder(context: Context, config: Mapping[str, Any]) -> Path | None:
+    if CLIENT_ID not in context.node_config:
+        # Only a simulated node, which shares the server's machine, follows it to a folder.
+        shared = config.get(protocol.CLIENT_STATE) or os.environ.get(STATE_DIR_VARIABLE)
+        return Path(str(shared)) if shared else None
+    own, experiment = context.node_config.get(STATE_DIR), config.get(protocol.EXPERIMENT)
+    if own is None or not isinstance(experiment, str):
+        return None
+    place = Path(str(own)).expanduser()
+    if not place.is_absolute():
+        raise ConfigError(f"{STATE_DIR}={own!r} in the node config is relative: use an absolute path or one with ~/")
+    return place / _file_name(experiment)
 
 
 def load(state: RecordDict, client_id: str) -> dict[str, Record]:
@@ -34,7 +144,7 @@ def load(state: RecordDict, client_id: str) -> dict[str, Record]:
     Parameters
     ----------
     state : RecordDict
-        The node's ``context.state``.
+        What `of_message` returned.
     client_id : str
         The client.
 
@@ -43,9 +153,8 @@ def load(state: RecordDict, client_id: str) -> dict[str, Record]:
     dict
         Record name -> record; empty for a client that has saved nothing.
     """
-    folder = os.environ.get(STATE_DIR_VARIABLE)
-    if folder is not None:
-        return _load_file(_file(folder, client_id))
+    if isinstance(state, FolderState):
+        return state.read(client_id)
     prefix = _prefix(client_id)
     return {name.removeprefix(prefix): state[name] for name in state if name.startswith(prefix)}
 
@@ -56,15 +165,14 @@ def save(state: RecordDict, client_id: str, records: Mapping[str, Record]) -> No
     Parameters
     ----------
     state : RecordDict
-        The node's ``context.state``.
+        What `of_message` returned.
     client_id : str
         The client.
     records : Mapping
         Record name -> record.
     """
-    folder = os.environ.get(STATE_DIR_VARIABLE)
-    if folder is not None:
-        _save_file(_file(folder, client_id), dict(records))
+    if isinstance(state, FolderState):
+        state.write(client_id, records)
         return
     prefix = _prefix(client_id)
     for name in [name for name in state if name.startswith(prefix)]:
@@ -88,19 +196,44 @@ def _prefix(client_id: str) -> str:
     return f"client/{quote(client_id, safe='')}/"
 
 
-def _file(folder: str, client_id: str) -> Path:
-    return Path(folder) / f"client-{quote(client_id, safe='')}.pickle"
+def _file_name(identifier: str) -> str:
+    """A name of its own for every identifier, which cannot lead out of the folder."""
+    name = quote(identifier, safe="")
+    return f"c-{name}" if len(name) <= _LONGEST_NAME else f"h-{hashlib.sha256(identifier.encode()).hexdigest()}"
 
 
-def _load_file(path: Path) -> dict[str, Record]:
-    """Read what `_save_file` wrote; the folder is private to the user, so unpickling it is as safe as Ray itself."""
-    if not path.exists():
-        return {}
-    records: dict[str, Record] = pickle.loads(path.read_bytes())
-    return records
+def _write_file(path: Path, records: Mapping[str, Record]) -> None:
+    tensors: dict[str, np.ndarray[Any, Any]] = {}
+    entries: list[tuple[str, str, Any]] = []
+    for name, record in records.items():
+        kind = next(kind for kind, record_type in _KINDS.items() if isinstance(record, record_type))
+        content: Any = dict(record)
+        if isinstance(record, ArrayRecord):
+            content = {key: f"{len(entries)}/{number}" for number, key in enumerate(record)}
+            tensors |= {content[key]: np.asarray(array.numpy(), order="C") for key, array in record.items()}
+        entries.append((name, kind, content))
+    encoded = to_safetensors(tensors, metadata={"records": json.dumps(entries)})
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(encoded)
+        Path(temporary).replace(path)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            Path(temporary).unlink()
+        raise
 
 
-def _save_file(path: Path, records: dict[str, Record]) -> None:
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        file.write(pickle.dumps(records))
-    Path(file.name).replace(path)
+def _read_file(path: Path) -> dict[str, Record]:
+    try:
+        with safe_open(path, framework="numpy") as file:
+            entries = json.loads(file.metadata()["records"])
+            return {name: _record(kind, content, file) for name, kind, content in entries}
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}, a client's memory, is damaged ({error}): remove it") from error
+
+
+def _record(kind: str, content: dict[str, Any], file: Any) -> Record:
+    if kind == "a":
+        return ArrayRecord({key: Array(np.asarray(file.get_tensor(name))) for key, name in content.items()})
+    return _KINDS[kind](content)

@@ -66,8 +66,20 @@ class ServerConfig:
         Folder of all runs: absolute or starting with ``~``; empty for ``~/fedpcd-results``.
     run_name : str
         Name of this run's folder; empty for ``<dataset>-<strategy>-seed<seed>-<UTC time>``.
+    checkpoint_every : int
+        Rounds between checkpoints, >= 0; 0 for none.
+    checkpoint_keep : int
+        Newest checkpoints that are kept, >= 1.
+    resume : str
+        Folder of an interrupted run, absolute or starting with ``~``; empty to start a new one.
+    min_replies : int
+        With fewer usable replies the model stays as it is and the round is skipped, >= 1.
+    max_skipped_rounds : int
+        So many skipped rounds in a row end the run, >= 1.
     norm_screen : float
-        An update longer than this many times the cohort's median is rejected; 0 for off.
+        An update longer than this many times the others' median, and than the model itself, is rejected; 0 for off.
+    examples_screen : float
+        A client that claims more examples than this many times the others' median is rejected; 0 for off.
     hyper_parameters : dict
         Of every method, whether it takes part or not: keyword arguments by method name.
 
@@ -89,7 +101,13 @@ class ServerConfig:
     wait_for_nodes: float = 120.0
     results_dir: str = ""
     run_name: str = ""
+    checkpoint_every: int = 1
+    checkpoint_keep: int = 2
+    resume: str = ""
+    min_replies: int = 1
+    max_skipped_rounds: int = 3
     norm_screen: float = 10.0
+    examples_screen: float = 1000.0
     hyper_parameters: dict[str, dict[str, Any]] = field(default_factory=lambda: _hyper_parameters({}))
 
     def __post_init__(self) -> None:
@@ -101,16 +119,20 @@ class ServerConfig:
             expected = f"names out of {_listed(METHODS)}{_suggestion(name, METHODS)}"
             _require(name in METHODS, "compare-with", self.compare_with, expected)
         _require_choice("evaluation", self.evaluation, EVALUATIONS)
-        for name in ("num_server_rounds", "evaluate_every", "min_nodes"):
+        positive = ("num_server_rounds", "evaluate_every", "min_nodes", "checkpoint_keep", "min_replies")
+        for name in (*positive, "max_skipped_rounds"):
             _require(getattr(self, name) >= 1, _key(name), getattr(self, name), "an integer >= 1")
         _require(0 < self.fraction_train <= 1, "fraction-train", self.fraction_train, "a number in (0, 1]")
         _require(self.round_timeout > 0, "round-timeout", self.round_timeout, "seconds > 0")
         for name, meaning in (
             ("wait_for_nodes", "seconds >= 0"),
+            ("checkpoint_every", "an integer >= 0, 0 for none"),
             ("norm_screen", "a number >= 0, 0 for off"),
+            ("examples_screen", "a number >= 0, 0 for off"),
         ):
             _require(getattr(self, name) >= 0, _key(name), getattr(self, name), meaning)
-        _check_results_dir(self.results_dir)
+        _check_folder("results-dir", self.results_dir, "'' for ~/fedpcd-results")
+        _check_folder("resume", self.resume, "'' to start a new run")
         self.task.learning_rate(self.num_server_rounds)  # raises if it has decayed to zero by then
 
     @classmethod
@@ -252,14 +274,14 @@ def _suggestion(value: str, choices: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def _check_results_dir(value: str) -> None:
+def _check_folder(key: str, value: str, otherwise: str) -> None:
     absolute = not value or Path(value).is_absolute() or value == "~" or value.startswith("~/")
     _require(
         absolute,
-        "results-dir",
+        key,
         value,
-        "an absolute path, one that starts with ~/, or '' for ~/fedpcd-results: a relative one would lie in the "
-        "folder where Flower's SuperLink was started, not in yours",
+        f"an absolute path, one that starts with ~/, or {otherwise}: a relative one would lie in the folder where "
+        "Flower's SuperLink was started, not in yours",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import fcntl
 import importlib.metadata
 import io
 import json
@@ -44,6 +45,7 @@ __all__ = [
     "ResultsWriter",
     "default_run_name",
     "new_run_folder",
+    "require_unused",
     "versions",
 ]
 
@@ -57,6 +59,7 @@ REJECTIONS: Final = "rejections.jsonl"
 MODEL: Final = "model.safetensors"
 SUMMARY: Final = "summary.json"
 
+_GROWING: Final = (ROUNDS, REJECTIONS, CLIENTS)
 _CLIENT_COLUMNS = ("round", "client_id", "accuracy", "loss", "num_examples")
 _AVERAGED_EVALUATIONS = 10
 _AVERAGED_METRICS = ("mean", "sigma-c", "worst-10", "best-10", "jain")
@@ -163,43 +166,77 @@ class ResultsWriter:
     Parameters
     ----------
     folder : Path
-        Folder to create for this strategy; it must not exist.
+        The strategy's folder: created, or, to go on in it, existing.
     config : mapping
         What the run was made of; written as given, plus schema version, package versions and starting time.
-        Its ``strategy`` and ``client-ids`` are used here too.
+        Its ``strategy`` and ``client-ids`` are used here too. Going on, it replaces the old one.
+    resumed : mapping of str to int, optional
+        To go on: the size in bytes of each file of `sizes` at the end of the last complete round. What was written
+        after it is removed.
+    seconds : float
+        Wall-clock seconds that the run had taken by then.
 
     Raises
     ------
     FileExistsError
-        If the folder exists.
+        If a new run's folder exists.
     """
 
-    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        folder.mkdir(parents=True)
+    def __init__(
+        self, folder: Path, config: Mapping[str, Any], resumed: Mapping[str, int] | None = None, seconds: float = 0.0
+    ) -> None:
+        if resumed is None:
+            folder.mkdir(parents=True)
         self.folder = folder
         self._strategy = str(config["strategy"])
         self._client_ids = tuple(str(client) for client in config["client-ids"])
-        self._started = time.perf_counter()
+        self._started = time.perf_counter() - seconds
         self._rounds: dict[int, dict[str, Any]] = {}
         self._rejections: dict[str, Counter[str]] = {"train": Counter(), "evaluate": Counter()}
         self._finished = False
-        write_json(
-            folder / CONFIG,
-            {
-                "schema-version": SCHEMA_VERSION,
-                "started": datetime.now(UTC).isoformat(timespec="seconds"),
-                "versions": versions(),
-                **config,
-            },
-        )
-        self._rounds_file = (folder / ROUNDS).open("wb")
-        self._rejections_file = (folder / REJECTIONS).open("wb")
-        self._clients_file = (folder / CLIENTS).open("wb")
         self._last_line = 0
-        self._append(self._clients_file, _csv_line(_CLIENT_COLUMNS))
+        self._files = {name: (folder / name).open("x+b" if resumed is None else "r+b") for name in _GROWING}
+        _lock(self._files[ROUNDS], folder)
+        started = {"schema-version": SCHEMA_VERSION, "started": _now(), "versions": versions()}
+        if resumed is None:
+            write_json(folder / CONFIG, {**started, **config})
+            self._append(CLIENTS, _csv_line(_CLIENT_COLUMNS))
+        else:
+            (folder / SUMMARY).unlink(missing_ok=True)
+            write_json(folder / CONFIG, config)
+            self._take_up(resumed)
 
         self.latest: ArrayRecord | None = None
         """The newest model, which is kept if the run ends early."""
+        self.checkpoint_bytes = 0
+        """Largest size of the checkpoints on disk."""
+
+    @property
+    def rounds(self) -> Mapping[int, Mapping[str, Any]]:
+        """The lines of ``rounds.jsonl`` by round."""
+        return self._rounds
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Size in bytes of the files that grow with every round."""
+        return {name: file.tell() for name, file in self._files.items()}
+
+    @property
+    def seconds(self) -> float:
+        """Wall-clock seconds of this run so far, without the time between its parts."""
+        return time.perf_counter() - self._started
+
+    def _take_up(self, sizes: Mapping[str, int]) -> None:
+        """Cut the files off after the last complete round, and remember what they hold."""
+        for name, file in self._files.items():
+            file.truncate(sizes[name])
+        for line in self._files[ROUNDS].readlines():
+            content = json.loads(line)
+            self._rounds[content["round"]] = content
+        for line in self._files[REJECTIONS].readlines():
+            record = json.loads(line)
+            self._rejections[record["phase"]][record["kind"]] += 1
+        self._files[CLIENTS].seek(0, os.SEEK_END)
 
     def __enter__(self) -> Self:
         return self
@@ -207,7 +244,7 @@ class ResultsWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for file in (self._rounds_file, self._rejections_file, self._clients_file):
+        for file in self._files.values():
             file.close()
         if not self._finished:
             if self.latest is not None:
@@ -259,7 +296,7 @@ class ResultsWriter:
                 "kind": rejection.kind,
                 "reason": rejection.reason,
             }
-            self._append(self._rejections_file, _json_line(record))
+            self._append(REJECTIONS, _json_line(record))
 
     def record_evaluation(
         self,
@@ -297,7 +334,7 @@ class ResultsWriter:
                 int(values[NUM_EXAMPLES]),
             )
             rows.append(_csv_line(row))
-        self._append(self._clients_file, b"".join(rows))
+        self._append(CLIENTS, b"".join(rows))
 
         result = fairness({client: float(values[ACCURACY]) for client, values in metrics.items()}) if metrics else None
         line = self._rounds.get(server_round) or _line_without_training(server_round)
@@ -353,7 +390,8 @@ class ResultsWriter:
             "evaluated-round": last["round"] if last else None,
             "fairness": last["evaluation"] if last else None,
             "fairness-last-evaluations": _average([line["evaluation"] for line in evaluated if line["round"] > 0]),
-            "seconds": time.perf_counter() - self._started,
+            "checkpoint-bytes": self.checkpoint_bytes,
+            "seconds": self.seconds,
         }
 
     def _write_line(self, line: dict[str, Any]) -> None:
@@ -362,17 +400,48 @@ class ResultsWriter:
         if server_round in self._rounds and server_round != max(self._rounds):
             raise ValueError(f"round {server_round} is over: its line in {ROUNDS} cannot change any more")
         encoded = _json_line(line)
+        file = self._files[ROUNDS]
         if server_round in self._rounds:
-            self._rounds_file.seek(self._last_line)
-            self._rounds_file.truncate()
-        self._last_line = self._rounds_file.tell()
+            file.seek(self._last_line)
+            file.truncate()
+        self._last_line = file.tell()
         self._rounds[server_round] = line
-        self._append(self._rounds_file, encoded)
+        self._append(ROUNDS, encoded)
 
-    @staticmethod
-    def _append(file: io.BufferedWriter, content: bytes) -> None:
-        file.write(content)
-        file.flush()
+    def _append(self, name: str, content: bytes) -> None:
+        self._files[name].write(content)
+        self._files[name].flush()
+
+
+def require_unused(folder: Path) -> None:
+    """Make sure that no other process is writing to a strategy's folder.
+
+    Parameters
+    ----------
+    folder : Path
+        The folder; it may lack files.
+
+    Raises
+    ------
+    ConfigError
+        If one is.
+    """
+    with suppress(FileNotFoundError), (folder / ROUNDS).open("rb") as file:
+        _lock(file, folder)
+
+
+def _lock(file: io.BufferedIOBase, folder: Path) -> None:
+    """Hold a folder until the file is closed, which the end of the process does too."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(f"{folder} is in use: the run there is still going on, or was resumed already") from None
+    except OSError:  # A file system without locks is no reason not to run.
+        return
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

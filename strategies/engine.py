@@ -5,20 +5,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .evaluation import weighted_means
+from .model import BUFFER_PATTERNS, Arrays, Model
 from .protocol import NEEDS, SPLIT, TRAINING_SPLIT
 from .replies import (
-    BUFFER_PATTERNS,
     Accepted,
-    Arrays,
     MissingNeedError,
-    Model,
     Reply,
     are_individual,
     screen,
@@ -30,6 +28,9 @@ from .rules import Rule, State
 from .rules.rule import ClientValue
 from .rules.updates import LOSS_BEFORE, PERSONAL_MODEL, TRIAL_LOSSES, Diagnostics, Floats, TrialLosses
 from .rules.validation import check_choice, check_range, check_whole, is_real
+
+TOO_FEW_REPLIES = "too-few-replies"
+"""Status of a round with usable replies, but fewer than `Options.min_replies`."""
 
 AskTrial = Callable[[Arrays, tuple[str, ...]], dict[str, float]]
 """Sends a trial model to clients and returns their training losses at it; whoever does not answer is left out."""
@@ -53,8 +54,12 @@ class Options:
     local_learning_rate : float or callable (round) -> float
         The clients' local learning rate, sent to them as ``local-learning-rate`` with "ask". It matters to rules only
         when it changes over rounds or differs from the server's.
+    min_replies : int
+        With fewer usable replies the model stays as it is and the round is skipped, >= 1.
     norm_screen : float
-        Refuse updates longer than this many times both the cohort's median and the model itself; 0: never.
+        Refuse updates longer than this many times the others' median and than the model itself; 0: never.
+    examples_screen : float
+        Refuse replies that claim more examples than this many times the others' median; 0: never.
     buffer_patterns : tuple of str
         Shell patterns of array names that are statistics, averaged rather than directed.
     evaluate_every : int
@@ -70,7 +75,9 @@ class Options:
     code_hash: str | None = None
     wait_timeout: float = 300.0
     local_learning_rate: float | Callable[[int], float] = 1.0
+    min_replies: int = 1
     norm_screen: float = 10.0
+    examples_screen: float = 1000.0
     buffer_patterns: tuple[str, ...] = BUFFER_PATTERNS
     evaluate_every: int = 1
     num_rounds: int | None = None
@@ -81,7 +88,9 @@ class Options:
         check_choice("client_ids", self.client_ids, ("node", "ask"))
         check_range("wait_timeout", self.wait_timeout, 0.0, float("inf"))
         check_range("norm_screen", self.norm_screen, 0.0, float("inf"))
+        check_range("examples_screen", self.examples_screen, 0.0, float("inf"))
         check_whole("evaluate_every", self.evaluate_every, 1)
+        check_whole("min_replies", self.min_replies, 1)
         check_whole("seed", self.seed, 0)
         if self.code_hash is not None and self.client_ids != "ask":
             raise ValueError("code_hash needs client_ids='ask': otherwise nodes are not asked what they run")
@@ -101,6 +110,28 @@ class Options:
     def evaluates(self, server_round: int) -> bool:
         """Whether a round ends with a federated evaluation."""
         return server_round % self.evaluate_every == 0 or server_round == self.num_rounds
+
+
+@dataclass(frozen=True, eq=False)
+class Memory:
+    """All that an engine knows after a round: with it, the model and the number of the next round a run can go on.
+
+    Parameters
+    ----------
+    state : dict
+        The rule's memory: arrays, numbers, strings and lists by name. Never changed, only replaced.
+    output : dict of str to ndarray, or None
+        See `Engine`.
+    individual, delivered, searched : bool
+        What is known about the clients: that their updates are their own, that somebody delivers what the rule needs,
+        and answers its questions.
+    """
+
+    state: State = field(default_factory=dict)
+    output: dict[str, NDArray[Any]] | None = None
+    individual: bool = False
+    delivered: bool = False
+    searched: bool = False
 
 
 class Engine:
@@ -128,11 +159,17 @@ class Engine:
 
     def reset(self) -> None:
         """Forget everything: the next round is a run's first."""
-        self.state: State = {}
-        self.output: dict[str, NDArray[Any]] | None = None
-        self._individual = False
-        self._delivered = False
-        self._searched = False
+        self.restore(Memory())
+
+    @property
+    def memory(self) -> Memory:
+        """What there is to know after a round."""
+        return Memory(self.state, self.output, self._individual, self._delivered, self._searched)
+
+    def restore(self, memory: Memory) -> None:
+        """Go on where another engine with the same rule stopped."""
+        self.state, self.output = memory.state, memory.output
+        self._individual, self._delivered, self._searched = memory.individual, memory.delivered, memory.searched
 
     def train_config(self) -> dict[str, ClientValue]:
         """What the rule asks of clients with every training message; empty for rules that ask for nothing."""
@@ -190,12 +227,18 @@ class Engine:
         """
         start = time.perf_counter()
         answers, needs = list(replies), self.rule.required()
-        accepted, rejections = screen(model, answers, cohort, self.options.norm_screen, needs)
+        accepted, rejections = screen(
+            model, answers, cohort, self.options.norm_screen, needs, self.options.examples_screen
+        )
         self._require_delivery(answers, needs, bool(accepted))
         arrays: dict[str, NDArray[Any]] | None = None
         diagnostics: Diagnostics = {}
-        if accepted:
+        if len(accepted) >= self.options.min_replies:
             arrays, diagnostics = self._apply(server_round, model, accepted, population, ask_trial)
+        elif accepted:
+            unused = [reply.client_id for reply in accepted]
+            diagnostics = {"status": TOO_FEW_REPLIES, "min-replies": self.options.min_replies, "unused-clients": unused}
+            accepted = []
         report = RoundReport(
             server_round,
             tuple(cohort),
@@ -237,10 +280,11 @@ class Engine:
         updates = to_updates(model, accepted, server_round, rate, needs, population, search)
         aggregate, state = self.rule.aggregate(updates, self.state)
         try:
-            arrays = model.moved(aggregate, accepted, updates.weights)
+            buffers = [reply.buffers for reply in accepted]
+            arrays = model.moved(aggregate, buffers, updates.weights)
             if aggregate.output_offset is not None:
                 output = replace(aggregate, step=aggregate.step - aggregate.output_offset)
-                self.output = model.moved(output, accepted, updates.weights)
+                self.output = model.moved(output, buffers, updates.weights)
         except FloatingPointError as error:  # However it came about, a step out of range must not end the run.
             return None, {**aggregate.diagnostics, "status": "overflow", "error": str(error)}
         self.state = state

@@ -10,24 +10,39 @@ from logging import INFO, WARNING
 from typing import Any, ClassVar, cast
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.common.constant import ErrorCode
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from flwr.serverapp.strategy import Result
 
 from . import cohort
-from .engine import Engine, round_metrics
+from .engine import Engine, Memory, round_metrics
 from .evaluation import evaluation_report, weighted_means
 from .keywords import split, subclass
 from .logs import last_line, log_rejections
-from .protocol import CLIENT_ID, LOCAL_LEARNING_RATE, NEWTON_DIRECTION, OWN, ROSTER, SERVER_ROUND, SPLIT, TRAINING_SPLIT
-from .replies import Arrays, Model, Reply, finite_metrics
+from .model import Arrays, Model
+from .protocol import (
+    CLIENT_ID,
+    LOCAL_LEARNING_RATE,
+    NEWTON_DIRECTION,
+    OWN,
+    ROSTER,
+    SERVER_ROUND,
+    SETTINGS,
+    SPLIT,
+    TRAINING_SPLIT,
+)
+from .replies import Reply, finite_metrics
 from .reports import RoundReport
-from .roster import Answer, Node, Roster, RosterError
+from .roster import Answer, NoAnswerError, Node, Roster, RosterError
 from .rules import Rule
 from .rules.rule import ClientValue
 from .rules.updates import LOSS_BEFORE
+from .wire import WireError, check_arrays, check_direction
 from .wrapping import refuse_privacy_wrapper
+
+_CLIENT_APP_REFUSED = (ErrorCode.LOAD_CLIENT_APP_EXCEPTION, ErrorCode.CLIENT_APP_RAISED_EXCEPTION)
 
 
 class MessageStrategy(FlowerFedAvg):
@@ -48,8 +63,11 @@ class MessageStrategy(FlowerFedAvg):
         self._grid: Grid | None = None
         self._timeout = 3600.0
         self._config = ConfigRecord()
+        self._rounds_before = 0
         self.last_iterate: ArrayRecord | None = None
         """The model that training continues from, where the method's output is another one."""
+        self.client_settings: dict[str, ClientValue] = {}
+        """Run-config values that clients of this app take instead of those of Flower's run; for resumed runs."""
 
     @property
     def rule(self) -> Rule:
@@ -70,19 +88,44 @@ class MessageStrategy(FlowerFedAvg):
         train_config: ConfigRecord | None = None,
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+        *,
+        rounds_before: int = 0,
+        memory: Memory | None = None,
     ) -> Result:
-        """Run the federation; see Flower's ``Strategy.start``. The result always holds a model."""
+        """Run the federation, or go on with a run that was interrupted.
+
+        Parameters
+        ----------
+        grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn
+            As in Flower's ``Strategy.start``; `initial_arrays` is the model that the first round begins with.
+        rounds_before : int
+            Rounds that are done already: the first one is round ``rounds_before + 1`` of `num_rounds`.
+        memory : Memory, optional
+            Of a run that was interrupted: what the engine knew after these rounds (``strategy.engine.memory``).
+
+        Returns
+        -------
+        Result
+            Flower's, with the rounds' own numbers. It always holds a model.
+        """
+        if not 0 <= rounds_before <= num_rounds:
+            raise ValueError(f"rounds_before must be in [0, num_rounds={num_rounds}], got {rounds_before!r}")
         self.engine.options = replace(self.engine.options, num_rounds=num_rounds)
-        self.engine.reset()
-        self._timeout, self.last_iterate = timeout, None
+        self.engine.restore(memory or Memory())
+        self._timeout, self.last_iterate, self._rounds_before = timeout, None, rounds_before
 
         def evaluate_output(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-            return evaluate_fn(server_round, self._output(arrays)) if evaluate_fn is not None else None
+            # The model that a resumed run begins with was evaluated when it was made.
+            if evaluate_fn is None or (server_round == 0 and memory is not None):
+                return None
+            return evaluate_fn(server_round + rounds_before, self._output(arrays))
 
         own = evaluate_output if evaluate_fn is not None else None
-        result = super().start(grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, own)
+        left = num_rounds - rounds_before
+        result = super().start(grid, initial_arrays, left, timeout, train_config, evaluate_config, own)
         # Without a round that changed the model Flower's result is empty.
-        result.arrays = self._output(result.arrays) if len(result.arrays) else initial_arrays
+        result.arrays = self._output(result.arrays if len(result.arrays) else initial_arrays)
+        _renumber(result, rounds_before)
         return result
 
     def _output(self, arrays: ArrayRecord) -> ArrayRecord:
@@ -129,6 +172,7 @@ class MessageStrategy(FlowerFedAvg):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Draw the cohort and address one message to each of its clients."""
+        server_round += self._rounds_before
         if self.rule.individual_updates:
             refuse_privacy_wrapper()
         self._asked = {}
@@ -150,6 +194,7 @@ class MessageStrategy(FlowerFedAvg):
         """Check the replies and apply the rule; (None, metrics) leaves the model as it is."""
         if self._model is None:
             return None, None
+        server_round += self._rounds_before
         messages = list(replies)
         waited = time.perf_counter() - self._sent_at
         answers = [self._reply(client, message) for client, message in self._by_client(messages)]
@@ -185,6 +230,7 @@ class MessageStrategy(FlowerFedAvg):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Address one message to each client that shall evaluate the model; none between evaluations."""
+        server_round += self._rounds_before
         self._asked = {}
         if self.fraction_evaluate == 0.0 or not self.engine.options.evaluates(server_round):
             return []
@@ -199,8 +245,9 @@ class MessageStrategy(FlowerFedAvg):
         """Collect every client's own metrics; the result is their mean, weighted by examples."""
         if not self._asked:
             return None
+        server_round += self._rounds_before
         messages = list(replies)
-        answers = [self._reply(client, message) for client, message in self._by_client(messages)]
+        answers = [_measured(client, message) for client, message in self._by_client(messages)]
         report = evaluation_report(server_round, answers, tuple(self._asked), self.weighted_by_key)
         log_rejections("aggregate_evaluate", len(report.metrics), report.rejections)
         if self.engine.options.on_evaluation is not None:
@@ -218,7 +265,8 @@ class MessageStrategy(FlowerFedAvg):
     def _ask(self, grid: Grid, nodes: list[Node], patience: float) -> dict[Node, Answer | RosterError]:
         if self.engine.options.client_ids == "node":
             return {node: Answer((str(node),), OWN) for node in nodes}
-        questions = {node: Message(RecordDict(), int(node), MessageType.QUERY) for node in nodes}
+        content = RecordDict({**self._settings_record()})
+        questions = {node: Message(content, int(node), MessageType.QUERY) for node in nodes}
         replies = grid.send_and_receive(list(questions.values()), timeout=patience)
         by_question = {message.metadata.reply_to_message_id: message for message in replies}
         return {node: _answer(by_question.get(q.metadata.message_id)) for node, q in questions.items()}
@@ -241,9 +289,12 @@ class MessageStrategy(FlowerFedAvg):
                 own[CLIENT_ID] = client
             if self.engine.options.client_ids == "ask" and kind == MessageType.TRAIN:
                 own[LOCAL_LEARNING_RATE] = self.engine.options.learning_rate(server_round)
-            record = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: own})
+            record = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: own, **self._settings_record()})
             asked[client] = Message(record, int(node_of[client]), kind)
         return asked
+
+    def _settings_record(self) -> dict[str, ConfigRecord]:
+        return {SETTINGS: ConfigRecord(dict(self.client_settings))} if self.client_settings else {}
 
     def _by_client(self, messages: list[Message]) -> list[tuple[str, Message]]:
         return _by_client(self._asked, messages)
@@ -253,10 +304,27 @@ class MessageStrategy(FlowerFedAvg):
             return Reply(client, error=last_line(message.error.reason))
         metrics = _metrics(message)
         try:
-            arrays, direction = _decode(message.content)
+            arrays, direction = self._decode(message.content)
+        except WireError as error:
+            return Reply(client, unreadable=str(error))
         except Exception as error:  # Bytes from outside: any fault is the sender's.
-            return Reply(client, error=f"its arrays cannot be read: {error}")
+            return Reply(client, unreadable=f"its arrays cannot be read: {error}")
         return Reply(client, arrays, metrics.get(self.weighted_by_key), metrics, newton_direction=direction)
+
+    def _decode(self, content: RecordDict) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        """The model and, if the rule needs one, the Newton direction; judged before any of it is deserialised."""
+        records = dict(content.array_records)
+        direction = records.pop(NEWTON_DIRECTION, None)
+        if not records or self._model is None:
+            return None, None
+        if len(records) > 1:
+            raise WireError(f"sent {len(records)} array records, expected one")
+        (model,) = records.values()
+        check_arrays(self._model, _bytes(model))
+        if direction is None or NEWTON_DIRECTION not in self.rule.required():
+            return _arrays(model), None
+        check_direction(self._model, _bytes(direction))
+        return _arrays(model), _arrays(direction)
 
     def _train_metrics(self, messages: list[Message], report: RoundReport) -> MetricRecord:
         metrics = round_metrics(report, self.weighted_by_key)
@@ -271,11 +339,20 @@ def strategy_class(rule_class: type[Rule]) -> type[MessageStrategy]:
     return subclass(MessageStrategy, rule_class, FlowerFedAvg)
 
 
+def _renumber(result: Result, rounds_before: int) -> None:
+    """Give the metrics of a resumed run the numbers of their rounds."""
+    for name in ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp"):
+        metrics = getattr(result, name)
+        setattr(result, name, {number + rounds_before: value for number, value in metrics.items()})
+
+
 def _answer(reply: Message | None) -> Answer | RosterError:
     if reply is None:
-        return RosterError("it did not answer")
+        return NoAnswerError("it did not answer")
     if reply.has_error():
-        return RosterError(last_line(reply.error.reason))
+        # Only the ClientApp's own exception is its word; a node that is away or whose process died may come back.
+        kind = RosterError if reply.error.code in _CLIENT_APP_REFUSED else NoAnswerError
+        return kind(last_line(reply.error.reason))
     record = reply.content.get(ROSTER)
     if not isinstance(record, ConfigRecord):
         return RosterError(f"its answer has no {ROSTER!r} record; is this another project's client?")
@@ -292,6 +369,13 @@ def _by_client(asked: dict[str, Message], messages: list[Message]) -> list[tuple
     return [(client, message) for client, message in known if client is not None]
 
 
+def _measured(client: str, message: Message) -> Reply:
+    """The answer to an evaluation: no array in it is looked at."""
+    if message.has_error():
+        return Reply(client, error=last_line(message.error.reason))
+    return Reply(client, metrics=_metrics(message))
+
+
 def _metrics(message: Message) -> dict[str, object]:
     metrics: dict[str, object] = {}
     for record in message.content.metric_records.values():
@@ -303,14 +387,8 @@ def _record(arrays: Arrays) -> ArrayRecord:
     return ArrayRecord({name: Array(array) for name, array in arrays.items()})
 
 
-def _decode(content: RecordDict) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """The model and, if there is one, the Newton direction."""
-    records = dict(content.array_records)
-    direction = records.pop(NEWTON_DIRECTION, None)
-    if len(records) != 1:
-        return None, None
-    (model,) = records.values()
-    return _arrays(model), None if direction is None else _arrays(direction)
+def _bytes(record: ArrayRecord) -> dict[str, bytes]:
+    return {name: array.data for name, array in record.items()}
 
 
 def _arrays(record: ArrayRecord) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from flwr.server.compat import start_grid
 
 import strategies
 from strategies import legacy
+from strategies.engine import Memory
 from strategies.inprocess import InProcessGrid
 from strategies.reports import EvaluationReport, RoundReport
 from tests.support import HASH, Tamper, arrays_of, initial_model, legacy_client, message_client, record
@@ -27,6 +28,8 @@ class Run:
         self.rounds: list[RoundReport] = []
         self.evaluations: list[EvaluationReport] = []
         self.result: Any = None
+        self.memory = Memory()
+        self.iterate: dict[str, np.ndarray] = {}
 
     def hooks(self) -> dict[str, Any]:
         """Keyword arguments that make a strategy report here."""
@@ -39,15 +42,19 @@ def run_message(
     nodes: int = 3,
     tamper: Tamper | None = None,
     grid: InProcessGrid | None = None,
+    after: Run | None = None,
     **kw: Any,
 ) -> Run:
-    """Run a strategy of the Message API."""
+    """Run a strategy of the Message API, from the start or `after` another run's rounds."""
     run = Run()
     grid = grid or InProcessGrid(message_client(tamper), nodes)
     keywords = {"fraction_train": 0.5, "min_train_nodes": 1, **OURS, **run.hooks(), **kw}
     strategy = strategies.METHODS[name](**keywords)
-    run.result = strategy.start(grid, record(initial_model()), num_rounds=rounds)
-    run.model = arrays_of(run.result.arrays)
+    before = {} if after is None else {"rounds_before": len(after.rounds), "memory": after.memory}
+    start = initial_model() if after is None else after.iterate
+    run.result = strategy.start(grid, record(start), num_rounds=rounds, **before)
+    run.model, run.memory = arrays_of(run.result.arrays), strategy.engine.memory
+    run.iterate = run.model if strategy.last_iterate is None else arrays_of(strategy.last_iterate)
     return run
 
 

@@ -1,8 +1,8 @@
 """Public bug reports of federated-learning software that this project must not repeat; each names its thread.
 
 Cases about single rules (D4, D12 to D15) and replies (D3, D5, D7) also have property tests beside their modules; here
-each is played through Flower, in both APIs, as its reporter met it. D1 concerns q-FedAvg and D10 resuming, which this
-release does not have.
+each is played through Flower, in both APIs, as its reporter met it. The app's own resumption (D10) has its tests in
+tests/server_app/test_resume.py and tests/end_to_end/test_killed_servers.py.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 from flwr.app import Message, RecordDict
 
+from strategies.engine import Memory
 from strategies.inprocess import InProcessGrid
 from strategies.protocol import ARRAYS, CLIENT_ID, CONFIG
 from strategies.rules import RULES, FedPCD
 from tests.federations import run_legacy, run_message
-from tests.support import TARGETS, assert_same_bits, initial_model, message_client, record, updates
+from tests.support import TARGETS, assert_same_bits, initial_model, message_client, updates
 
 BOTH = pytest.mark.parametrize("runner", [run_message, run_legacy], ids=["message", "legacy"])
 METHODS = pytest.mark.parametrize("method", sorted(RULES))
@@ -27,6 +28,21 @@ METHODS = pytest.mark.parametrize("method", sorted(RULES))
 def everyone(runner) -> dict:
     """Keyword arguments for full participation."""
     return {"fraction_train": 1.0} if runner is run_message else {"fraction_fit": 1.0}
+
+
+@BOTH
+def test_d1_q_fedavg_weighs_each_client_by_its_own_loss_at_the_received_model(runner) -> None:
+    # flower #659, #804: without an evaluate function the loss was unbound, with one all clients had the server's.
+    seen: dict[str, float] = {}
+
+    def unequal(client: int, arrays: dict, metrics: dict) -> None:
+        metrics["loss-before"] = seen[str(client)] = 1.0 + client
+
+    rounds = {"q": 2.0} | everyone(runner)
+    unequally = runner("qfedavg", rounds=1, tamper=unequal, **rounds)
+    equally = runner("qfedavg", rounds=1, tamper=lambda c, a, m: m.update({"loss-before": 5.0}), **rounds)
+    assert len(set(seen.values())) == TARGETS
+    assert any(unequally.model[n].tobytes() != equally.model[n].tobytes() for n in unequally.model)
 
 
 @BOTH
@@ -204,7 +220,7 @@ def test_d9_a_reply_that_cannot_be_decoded_is_its_senders_fault(method) -> None:
         if message.metadata.message_type != "train" or message.content[CONFIG][CLIENT_ID] != "2":
             return None
         reply = message_client()(message, context)
-        broken = record({"weight": np.zeros(3)})
+        broken = reply.content[ARRAYS]
         broken["weight"].data = b"not an array"
         return Message(RecordDict({ARRAYS: broken, "metrics": reply.content["metrics"]}), reply_to=message)
 
@@ -265,6 +281,25 @@ def test_d14_infeasible_programs_of_a_hundred_clients_end_with_a_policy(rows, po
     aggregate, _ = FedPCD(tau=0.1, on_infeasible=policy).aggregate(updates(rows, np.arange(1, 101)), {})
     assert aggregate.diagnostics["status"] == "infeasible"
     assert np.isfinite(aggregate.step).all()
+
+
+@METHODS
+def test_d10_a_strategy_that_is_given_its_memory_goes_on_bit_for_bit(method) -> None:
+    # flower #599, pfl #103: no resumption, or one that loses the algorithm's state.
+    whole = run_message(method, rounds=10)
+    first = run_message(method, rounds=5)
+    second = run_message(method, rounds=10, after=first)
+    assert [report.round for report in second.rounds] == [6, 7, 8, 9, 10]
+    assert [report.cohort for report in (*first.rounds, *second.rounds)] == [r.cohort for r in whole.rounds]
+    assert_same_bits(second.model, whole.model)
+    assert sorted(second.result.train_metrics_clientapp) == [6, 7, 8, 9, 10]
+
+
+def test_d10_without_its_memory_it_does_not() -> None:
+    whole, first = run_message("fedpcd", rounds=10, tau=0.5), run_message("fedpcd", rounds=5, tau=0.5)
+    first.memory = Memory()
+    second = run_message("fedpcd", rounds=10, tau=0.5, after=first)
+    assert any(second.model[name].tobytes() != whole.model[name].tobytes() for name in whole.model)
 
 
 @pytest.mark.parametrize("scale", [1e-12, 1e-150, 1e12])

@@ -334,8 +334,13 @@ def kept(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     return str(request.param)
 
 
+def memory_of(where: Context) -> RecordDict:
+    """What the node knows after all rounds."""
+    return client_state.of_message(where, "evaluate", {"server-round": 99})
+
+
 def personal(where: Context, memory: str = "4") -> Arrays:
-    model = load_personal(where.state, memory)
+    model = load_personal(memory_of(where), memory)
     assert model is not None
     return {name: value.numpy() for name, value in model.items()}
 
@@ -400,7 +405,7 @@ def test_the_personal_model_is_evaluated_where_it_is_kept(api: str, kept: str) -
         fit(api, where, server_round=number, personal_weight=0.1, **DITTO)
         if kept == "folder":
             where = context(**where.run_config)
-        metrics = evaluate(api, where, **DITTO)
+        metrics = evaluate(api, where, **DITTO, **{"server-round": number})
         accuracy, loss = measure(personal(where), "test")
         assert metrics["personal-accuracy"] == accuracy
         assert metrics["personal-loss"] == pytest.approx(loss, rel=1e-6)
@@ -429,7 +434,7 @@ def test_a_plain_evaluation_reports_nothing_personal(api: str) -> None:
 def test_a_plain_message_trains_no_personal_model(api: str) -> None:
     where = context()
     fit(api, where, needs=METRICS)
-    assert load_personal(where.state, "4") is None
+    assert load_personal(memory_of(where), "4") is None
 
 
 # ---- DQN-Fed ----
@@ -542,7 +547,7 @@ def test_the_direction_is_the_dense_one_for_the_clients_own_iterates(steps: int)
     assert loss == pytest.approx(mean, rel=1e-12)
 
 
-def test_the_first_pair_of_a_later_round_comes_from_the_model_received_before(kept: str) -> None:
+def test_the_first_pair_of_a_later_round_comes_from_the_model_received_before() -> None:
     walk = Walk()
     walk.client(walk.points[0], 1)
     before = walk.expected(walk.points[0], 1)[1]
@@ -557,7 +562,7 @@ def test_the_first_pair_of_a_later_round_comes_from_the_model_received_before(ke
     assert not np.allclose(direction, other, rtol=1e-3)
 
 
-def test_only_the_last_pairs_are_kept_and_used(kept: str) -> None:
+def test_only_the_last_pairs_are_kept_and_used() -> None:
     walk = Walk()
     walk.client(walk.points[0], 4, memory=10)
     assert len(client_state.load(walk.state, "4")[newton.MEMORY]) == 1 + 2 * 4
@@ -605,7 +610,7 @@ def test_the_direction_goes_downhill_round_after_round_and_is_bounded_by_the_mem
         arrays, _, direction = fit(api, where, arrays, server_round=number, newton_memory=4, **NEWTON)
         slope = (flat(start) - flat(arrays)) / 0.1
         assert flat(direction) @ slope > 0
-        count = len(client_state.load(where.state, "4")[newton.MEMORY])
+        count = len(client_state.load(memory_of(where), "4")[newton.MEMORY])
         assert count == 1 + 2 * min(4, 3 * number + number - 1)
 
 

@@ -19,7 +19,8 @@ from client_app.config import TaskConfig
 from server_app.app import app as server_app
 from server_app.config import ConfigError
 from server_app.evaluation import DisagreementError, ServerEvaluation, initial_arrays
-from server_app.experiment import ExperimentError, _clock, run_experiment
+from server_app.experiment import ExperimentError, run_experiment
+from server_app.progress import clock
 from server_app.report import load_run, make_console
 from strategies import METHODS, RosterError
 from strategies.inprocess import InProcessGrid
@@ -245,7 +246,7 @@ def test_an_infeasible_program_shows_in_the_progress(tmp_path: Path) -> None:
 
 
 def test_long_runs_count_hours() -> None:
-    assert [_clock(seconds) for seconds in (0.4, 65, 3599.6, 7325)] == ["0:00", "1:05", "1:00:00", "2:02:05"]
+    assert [clock(seconds) for seconds in (0.4, 65, 3599.6, 7325)] == ["0:00", "1:05", "1:00:00", "2:02:05"]
 
 
 def test_another_code_hash_ends_the_run_before_anything_is_written(

@@ -25,6 +25,9 @@ CHANGED: dict[str, Any] = {
     "min-nodes": 3,
     "wait-for-nodes": 8.0,
     "norm-screen": 6.0,
+    "examples-screen": 50.0,
+    "min-replies": 2,
+    "multiplier-cap": 40.0,
     "tau": 0.07,
     "history-window": 4,
     "normalization": "ema",
@@ -69,8 +72,10 @@ def test_strategy_options_and_loop_get_the_configured_values(monkeypatch: pytest
         "primary": True,
         "on_infeasible": "relax",
         "solver": "quadprog",
+        "multiplier_cap": 40.0,
         "server_learning_rate": 0.2,
     }
+    assert (options.min_replies, options.examples_screen) == (2, 50.0)
 
 
 @pytest.mark.parametrize(("evaluation", "fraction"), [("server", 0.0), ("federated", 1.0), ("both", 1.0)])
