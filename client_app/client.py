@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from client_app.data import load_dataset
 from client_app.models import build_model
 from client_app.needs import NO_NEEDS, Needs
 from client_app.newton import quasi_newton
-from client_app.partition import load_partition
+from client_app.partition import examples_of
 from client_app.personal import load_personal, pull_towards, save_personal
 from client_app.training import TORCH_LOCK, evaluate, resolve_device, torch_seed, torch_threads, train_locally
 from strategies import protocol
@@ -33,9 +33,6 @@ from strategies.rules.updates import (
 )
 
 State = Mapping[str, torch.Tensor]
-
-_NODE_KEYS: Final = ("data-dir", "device")
-"""Run-config keys that a SuperNode may set for itself in its node config."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +82,8 @@ class EvaluationResult:
 
 
 def task_of(context: Context) -> TaskConfig:
-    """Return the run's task on this node, whose own ``data-dir`` and ``device`` go before the run's."""
-    own: dict[str, Any] = {key: context.node_config[key] for key in _NODE_KEYS if key in context.node_config}
-    return TaskConfig.from_run_config({**context.run_config, **own})
+    """Return the run's task on this node, whose own data and device go before the run's."""
+    return hosting.task_on_node(context.run_config, context.node_config)
 
 
 def describe_node(context: Context) -> hosting.Roster:
@@ -96,14 +92,15 @@ def describe_node(context: Context) -> hosting.Roster:
     Raises
     ------
     ConfigError
-        If the node's device, identity or part of the data is not usable; a deployed node also looks for its data.
+        If the node's device, identity or part of the data is not usable; a deployed node also looks at its data.
+    DataError
+        If a deployed node's data are missing or damaged.
     """
     task = task_of(context)
     resolve_device(task.device)
-    roster = hosting.read_roster(context.node_config, task.num_clients)
+    roster = hosting.describe(task, context.node_config)
     if roster.hosting == protocol.OWN:
-        hosting.partition_index(context.node_config, roster.client_ids[0], task.num_clients)
-        load_dataset(task)
+        examples_of(task, hosting.partition_index(context.node_config, roster.client_ids[0], task.num_clients))
     return roster
 
 
@@ -162,10 +159,9 @@ def train_client(
     ValueError
         If the node does not serve the client.
     """
-    task, index = _task_and_index(context, order)
-    device = resolve_device(task.device)
-    examples = load_dataset(task).train_examples(load_partition(task).train[index])
-    images, labels = (tensor.to(device) for tensor in examples)
+    task = _task(context, order)
+    images, labels = _train_examples(context, order, task)
+    device = images.device
     sequence = streams.client_sequence(task.seed, order.server_round, order.client_id)
     with TORCH_LOCK, torch_threads(task.torch_threads), torch_seed(streams.integer_seed(sequence), device):
         model = _model(task)
@@ -280,10 +276,10 @@ def evaluate_client(context: Context, order: Order, state: State, needs: Needs =
     ValueError
         If the node does not serve the client.
     """
-    task, index = _task_and_index(context, order)
+    task = _task(context, order)
+    _, where = examples_of(task, _index(context, order, task))
     device = resolve_device(task.device)
-    examples = load_dataset(task).test_examples(load_partition(task).test[index])
-    images, labels = (tensor.to(device) for tensor in examples)
+    images, labels = (tensor.to(device) for tensor in load_dataset(task).test_examples(where))
     with TORCH_LOCK, torch_threads(task.torch_threads):
         model = _model(task)
         model.load_state_dict(state)
@@ -298,10 +294,8 @@ def evaluate_client(context: Context, order: Order, state: State, needs: Needs =
 
 def training_loss(context: Context, order: Order, state: State) -> tuple[int, float]:
     """Return the number of a client's training examples and the received model's mean loss on them."""
-    task, index = _task_and_index(context, order)
-    device = resolve_device(task.device)
-    examples = load_dataset(task).train_examples(load_partition(task).train[index])
-    images, labels = (tensor.to(device) for tensor in examples)
+    task = _task(context, order)
+    images, labels = _train_examples(context, order, task)
     with TORCH_LOCK, torch_threads(task.torch_threads):
         model = _model(task)
         model.load_state_dict(state)
@@ -331,10 +325,21 @@ def _model(task: TaskConfig) -> nn.Module:
     return build_model(task).to(resolve_device(task.device))
 
 
-def _task_and_index(context: Context, order: Order) -> tuple[TaskConfig, int]:
+def _task(context: Context, order: Order) -> TaskConfig:
     task = task_of(context)
     hosting.read_roster(context.node_config, task.num_clients).require(order.client_id)
-    return task, hosting.partition_index(context.node_config, order.client_id, task.num_clients)
+    return task
+
+
+def _index(context: Context, order: Order, task: TaskConfig) -> int | None:
+    return hosting.partition_index(context.node_config, order.client_id, task.num_clients)
+
+
+def _train_examples(context: Context, order: Order, task: TaskConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    where, _ = examples_of(task, _index(context, order, task))
+    images, labels = load_dataset(task).train_examples(where)
+    device = resolve_device(task.device)
+    return images.to(device), labels.to(device)
 
 
 def _require(config: Mapping[str, Any], key: str, kind: type) -> Any:

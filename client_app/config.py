@@ -10,13 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-DATASETS: Final = ("digits", "fashion-mnist", "cifar10", "cifar100")
+IMAGE_FOLDER: Final = "image-folder"
+DATASETS: Final = ("digits", "fashion-mnist", "cifar10", "cifar100", IMAGE_FOLDER)
 MODELS: Final = ("auto", "mlp", "cnn", "resnet18")
 PARTITIONS: Final = ("dirichlet", "iid", "shards", "dirichlet-classes", "pathological")
 MAX_SEED: Final = 2**63 - 1
+DEFAULT_FOLDER: Final = "~/.cache/fedpcd"
+"""Where data sets and decoded images are, unless another folder is named."""
 
 _PAPER_MODELS: Final = {"digits": "mlp", "fashion-mnist": "mlp", "cifar10": "cnn", "cifar100": "resnet18"}
+_LARGEST_CNN_IMAGE: Final = 64
 _DEVICE: Final = re.compile(r"auto|cpu|cuda(:\d+)?")
+_NODE_ONLY: Final = {"node-only": True}
 
 
 class ConfigError(ValueError):
@@ -27,17 +32,26 @@ class ConfigError(ValueError):
 class TaskConfig:
     """What is learned, from which data, and how each client trains.
 
-    Every field is the run-config key of the same name with hyphens for underscores. An integer is accepted where a
-    float is meant; a float, even an integral one, is not accepted where an integer is meant, and a bool is neither.
+    Every field but the last two is the run-config key of the same name with hyphens for underscores. An integer is
+    accepted where a float is meant; a float, even an integral one, is not accepted where an integer is meant, and a
+    bool is neither.
 
     Parameters
     ----------
     dataset : str
-        ``digits``, ``fashion-mnist``, ``cifar10`` or ``cifar100``.
+        ``digits``, ``fashion-mnist``, ``cifar10``, ``cifar100``, or ``image-folder``: own images in class folders.
     data_dir : str
-        Folder of the data sets: absolute or starting with ``~``; empty for ``~/.cache/fedpcd``.
+        Folder of the data sets, divided among the clients: absolute or starting with ``~``; empty for
+        ``~/.cache/fedpcd``.
+    image_classes : str
+        With ``image-folder``: the names of all classes, separated by commas, in the order of their labels.
+    image_size : int
+        With ``image-folder``: side in pixels of the square to which images are scaled and cropped, 8 to 1024.
+    image_channels : int
+        With ``image-folder``: 3 (colour) or 1 (grey).
     model : str
-        ``auto`` (the paper's model for the data set), ``mlp``, ``cnn`` or ``resnet18``.
+        ``auto`` (the paper's model for the data set; for an image folder the CNN up to 64 pixels, ResNet-18 above),
+        ``mlp``, ``cnn`` or ``resnet18``.
     num_clients : int
         Number of clients among which the data are split, >= 1.
     partition : str
@@ -63,6 +77,10 @@ class TaskConfig:
         ``cpu``, ``cuda``, ``cuda:<index>``, or ``auto`` (CUDA where there is one).
     torch_threads : int
         CPU threads of PyTorch in each worker, >= 1. The default 1 makes results independent of the machine's cores.
+    data_root : str
+        Not a run-config key: folder of the data that are this node's own, used instead of `data_dir` unless empty.
+    state_dir : str
+        Not a run-config key: folder in which a deployed node keeps decoded images; empty in a simulation.
 
     Raises
     ------
@@ -72,6 +90,9 @@ class TaskConfig:
 
     dataset: str = "digits"
     data_dir: str = ""
+    image_classes: str = ""
+    image_size: int = 32
+    image_channels: int = 3
     model: str = "auto"
     num_clients: int = 100
     partition: str = "dirichlet"
@@ -85,6 +106,8 @@ class TaskConfig:
     local_learning_rate_decay: float = 1.0
     device: str = "cpu"
     torch_threads: int = 1
+    data_root: str = dataclasses.field(default="", metadata=_NODE_ONLY)
+    state_dir: str = dataclasses.field(default="", metadata=_NODE_ONLY)
 
     def __post_init__(self) -> None:
         """Check every field's type, then its range."""
@@ -104,12 +127,28 @@ class TaskConfig:
         decay = self.local_learning_rate_decay
         _require(0 < decay <= 1, "local-learning-rate-decay", decay, "a number in (0, 1]; 1.0 switches it off")
         _require(bool(_DEVICE.fullmatch(self.device)), "device", self.device, "auto, cpu, cuda or cuda:<index>")
-        _check_folder("data-dir", self.data_dir)
+        for name in ("data_dir", "data_root", "state_dir"):
+            _check_folder(_key(name), getattr(self, name))
+        if self.dataset == IMAGE_FOLDER:
+            self._check_images()
+
+    def _check_images(self) -> None:
+        size, channels, names = self.image_size, self.image_channels, self.classes
+        _require(8 <= size <= 1024, "image-size", size, "a number of pixels from 8 to 1024")
+        _require(channels in (1, 3), "image-channels", channels, "3 for colour or 1 for grey")
+        usable = all(name and not set(name) & set("/\\") and not name.startswith(".") for name in names)
+        _require(
+            usable and len(names) == len(set(names)) >= 2,
+            "image-classes",
+            self.image_classes,
+            "the names of all classes, which are those of the folders below train/ and test/, separated by commas, "
+            f"e.g. 'benign,malignant' (dataset={IMAGE_FOLDER!r}); their order gives the labels at every site",
+        )
 
     @classmethod
     def keys(cls) -> tuple[str, ...]:
         """Return the run-config keys that this class reads."""
-        return tuple(_key(field.name) for field in dataclasses.fields(cls))
+        return tuple(_key(field.name) for field in dataclasses.fields(cls) if not field.metadata)
 
     @classmethod
     def from_run_config(cls, run_config: Mapping[str, Any]) -> TaskConfig:
@@ -130,18 +169,28 @@ class TaskConfig:
         ConfigError
             If a value has the wrong type or is out of range.
         """
-        names = (field.name for field in dataclasses.fields(cls))
-        return cls(**{name: run_config[_key(name)] for name in names if _key(name) in run_config})
+        own = (key for key in cls.keys() if key in run_config)  # noqa: SIM118  # this class is no mapping
+        return cls(**{key.replace("-", "_"): run_config[key] for key in own})
 
     @property
     def data_path(self) -> Path:
-        """The folder of the data sets, absolute."""
-        return Path(self.data_dir or "~/.cache/fedpcd").expanduser()
+        """The folder of the data, absolute."""
+        return Path(self.data_root or self.data_dir or DEFAULT_FOLDER).expanduser()
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of an image folder's classes, in the order of their labels; empty for the other data sets."""
+        if self.dataset != IMAGE_FOLDER:
+            return ()
+        return tuple(name.strip() for name in self.image_classes.split(","))
 
     @property
     def model_name(self) -> str:
-        """The model's name with ``auto`` resolved to the paper's model for the data set."""
-        return _PAPER_MODELS[self.dataset] if self.model == "auto" else self.model
+        """The model's name with ``auto`` resolved."""
+        if self.model != "auto":
+            return self.model
+        own = "cnn" if self.image_size <= _LARGEST_CNN_IMAGE else "resnet18"
+        return _PAPER_MODELS.get(self.dataset, own)
 
     def learning_rate(self, server_round: int) -> float:
         """Return the local learning rate of a round.

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from client_app import data_sources
-from client_app.config import ConfigError, TaskConfig
+from client_app import data_sources, decoded, image_folder
+from client_app.config import DEFAULT_FOLDER, IMAGE_FOLDER, ConfigError, TaskConfig
+from client_app.data_sources import Split
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,10 @@ class DatasetSpec:
     white : int
         The largest pixel value; pixels are scaled to [0, 1] by it.
     mean, std : tuple of float
-        Mean and standard deviation of the scaled training pixels, per channel.
+        What is subtracted from the scaled pixels of each channel, and by what the difference is divided: mean and
+        standard deviation of the training pixels, or 0.5 where nobody knows these of all sites.
+    classes : tuple of str
+        Names of an image folder's classes, by label.
     """
 
     name: str
@@ -39,6 +43,7 @@ class DatasetSpec:
     white: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    classes: tuple[str, ...] = ()
 
 
 SPECS: Final[dict[str, DatasetSpec]] = {
@@ -50,6 +55,36 @@ SPECS: Final[dict[str, DatasetSpec]] = {
         DatasetSpec("cifar100", (3, 32, 32), 100, 255, (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
     )
 }
+
+
+_SOURCES: Final[dict[str, tuple[str, ...]]] = {
+    "digits": (),
+    "fashion-mnist": ("FashionMNIST/raw",),
+    "cifar10": ("cifar-10-batches-py", "cifar10"),
+    "cifar100": ("cifar-100-python", "cifar100"),
+    IMAGE_FOLDER: image_folder.SPLITS,
+}
+"""Where the files of each data set lie below its folder."""
+
+
+def spec_of(task: TaskConfig) -> DatasetSpec:
+    """Return what the task says about its data set; no data are loaded.
+
+    Parameters
+    ----------
+    task : TaskConfig
+        ``dataset`` and, of an image folder, classes, size and channels are used.
+
+    Returns
+    -------
+    DatasetSpec
+        The same on every machine.
+    """
+    if task.dataset != IMAGE_FOLDER:
+        return SPECS[task.dataset]
+    shape = (task.image_channels, task.image_size, task.image_size)
+    middle = (0.5,) * task.image_channels
+    return DatasetSpec(IMAGE_FOLDER, shape, len(task.classes), 255, middle, middle, task.classes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,12 +119,12 @@ class Dataset:
 
     @property
     def mean(self) -> tuple[float, ...]:
-        """Mean of the scaled training pixels per channel."""
+        """What is subtracted from the scaled pixels, per channel."""
         return self.spec.mean
 
     @property
     def std(self) -> tuple[float, ...]:
-        """Standard deviation of the scaled training pixels per channel."""
+        """By what the difference is divided, per channel."""
         return self.spec.std
 
     def normalise(self, images: torch.Tensor) -> torch.Tensor:
@@ -107,7 +142,7 @@ class Dataset:
         """
         mean = torch.tensor(self.spec.mean).view(-1, 1, 1)
         std = torch.tensor(self.spec.std).view(-1, 1, 1)
-        return (images.to(torch.float32) / self.spec.white - mean) / std
+        return images.to(torch.float32).div_(self.spec.white).sub_(mean).div_(std)  # in place: images may fill memory
 
     def train_examples(self, indices: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return normalised images (float32) and labels (int64) of the training examples at `indices`."""
@@ -126,7 +161,7 @@ def load_dataset(task: TaskConfig) -> Dataset:
     Parameters
     ----------
     task : TaskConfig
-        ``dataset`` and ``data_dir`` are used.
+        The data set's settings, ``data_dir``, ``data_root`` and ``state_dir`` are used.
 
     Returns
     -------
@@ -136,25 +171,39 @@ def load_dataset(task: TaskConfig) -> Dataset:
     Raises
     ------
     ConfigError
-        If ``data_dir`` is given but is no folder; it is not created, since a mistyped folder would be filled anew.
+        If ``data_dir`` or ``data_root`` is given but is no folder; it is not created, since a mistyped folder would
+        be filled anew. Of image folders one of the two must be given.
     DataNotFoundError
         If the files are neither there nor to be had; the text says what is expected where.
     DataError
         If files are there but damaged or of an unexpected shape.
     """
-    if task.data_dir and not task.data_path.is_dir():
+    _check_folder(task)
+    # A simulation's processes live long enough to read a public data set once; decoding own images may take minutes.
+    keeps_decoded = task.state_dir or (DEFAULT_FOLDER if task.dataset == IMAGE_FOLDER else "")
+    cache = Path(keeps_decoded).expanduser() / "decoded" if keeps_decoded else None
+    return _load(spec_of(task), task.data_path, cache)
+
+
+def _check_folder(task: TaskConfig) -> None:
+    key, value = ("data-root", task.data_root) if task.data_root else ("data-dir", task.data_dir)
+    if not value and task.dataset == IMAGE_FOLDER:
+        raise ConfigError(
+            f"data-dir='' is not allowed with dataset={IMAGE_FOLDER!r}: use the folder that holds train/ and test/; a "
+            "site with images of its own sets data-root in its node config instead"
+        )
+    if value and not task.data_path.is_dir():
         fault = "is not a folder" if task.data_path.exists() else "does not exist"
         raise ConfigError(
-            f"data-dir={task.data_dir!r} {fault}: create the folder, give the one that holds the data sets, or '' for "
-            "~/.cache/fedpcd"
+            f"{key}={value!r} {fault}: create the folder, give the one that holds the data"
+            + ("" if task.dataset == IMAGE_FOLDER or task.data_root else f" sets, or '' for {DEFAULT_FOLDER}")
         )
-    return _load(task.dataset, task.data_path)
 
 
-@lru_cache(maxsize=2)
-def _load(name: str, folder: Path) -> Dataset:
-    spec = SPECS[name]
-    train, test = data_sources.READERS[name](folder)
+@lru_cache(maxsize=4)
+def _load(spec: DatasetSpec, folder: Path, cache: Path | None) -> Dataset:
+    sources = [folder / name for name in _SOURCES[spec.name]]
+    train, test = decoded.cached(cache, f"{folder} {spec}", sources, lambda: _read(spec, folder))
     for split in (train, test):
         _check(spec, split)
     return Dataset(
@@ -166,7 +215,13 @@ def _load(name: str, folder: Path) -> Dataset:
     )
 
 
-def _check(spec: DatasetSpec, split: data_sources.Split) -> None:
+def _read(spec: DatasetSpec, folder: Path) -> tuple[Split, Split]:
+    if spec.name == IMAGE_FOLDER:
+        return image_folder.read(folder, spec.classes, spec.image_shape)
+    return data_sources.READERS[spec.name](folder)
+
+
+def _check(spec: DatasetSpec, split: Split) -> None:
     count = len(split.labels)
     if split.images.shape != (count, *spec.image_shape) or split.images.dtype != np.uint8:
         raise data_sources.DataError(

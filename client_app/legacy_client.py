@@ -36,11 +36,13 @@ class LegacyClient(NumPyClient):  # type: ignore[misc, unused-ignore]
         """Return the node's roster; the client ids are one string with commas, since lists cannot travel here."""
         del config  # part of Flower's signature
         roster = client.describe_node(self._context)
+        part = {} if roster.partition_id is None else {protocol.PARTITION_ID: roster.partition_id}
         return {
             protocol.CLIENT_IDS: ",".join(roster.client_ids),
             protocol.HOSTING: roster.hosting,
             protocol.NUM_PARTITIONS: roster.num_partitions,
             protocol.CODE_HASH: code_hash(),
+            **part,
         }
 
     def get_parameters(self, config: dict[str, Any]) -> Arrays:

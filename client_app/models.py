@@ -8,24 +8,24 @@ from typing import Final
 import numpy as np
 import torch
 from torch import nn
-from torchvision.models import resnet18
 
 from client_app import streams
 from client_app.config import TaskConfig
-from client_app.data import SPECS, DatasetSpec
+from client_app.data import DatasetSpec, spec_of
 from client_app.training import torch_seed
 
 _MLP_WIDTHS: Final = {"digits": (64,)}
 _PAPER_MLP_WIDTHS: Final = (256, 128)
 _CNN_GROUPS: Final = 8
 _RESNET_GROUPS: Final = 32
+_LARGEST_SMALL_STEM_IMAGE: Final = 64
 
 
 def build_model(task: TaskConfig) -> nn.Module:
     """Return the task's model on the CPU with the initial parameters of the task's seed.
 
-    The parameters depend on ``seed``, ``dataset`` and ``model`` only; torch's global random state is neither used nor
-    changed.
+    The parameters depend on ``seed``, ``dataset`` with an image folder's settings, and ``model`` only; torch's global
+    random state is neither used nor changed.
 
     Parameters
     ----------
@@ -39,7 +39,7 @@ def build_model(task: TaskConfig) -> nn.Module:
     """
     sequence = np.random.SeedSequence([task.seed, streams.INITIAL_PARAMETERS])
     with torch_seed(streams.integer_seed(sequence), torch.device("cpu")):
-        return _BUILDERS[task.model_name](SPECS[task.dataset])
+        return _BUILDERS[task.model_name](spec_of(task))
 
 
 def _mlp(spec: DatasetSpec) -> nn.Module:
@@ -55,9 +55,10 @@ def _mlp(spec: DatasetSpec) -> nn.Module:
 def _cnn(spec: DatasetSpec) -> nn.Module:
     """Build the paper's CNN: three convolutions with GroupNorm, ReLU and max-pooling, then one hidden layer of 256.
 
-    The paper does not say how many groups it uses; here it is 8.
+    The paper does not say how many groups it uses; here it is 8. Of images from 64 pixels on the hidden layer sees
+    averages, so that it does not grow with the image.
     """
-    channels, height, width = spec.image_shape
+    channels, height, _ = spec.image_shape
     layers: list[nn.Module] = []
     for inputs, outputs in ((channels, 32), (32, 64), (64, 128)):
         layers += [
@@ -66,19 +67,31 @@ def _cnn(spec: DatasetSpec) -> nn.Module:
             nn.ReLU(),
             nn.MaxPool2d(2),
         ]
-    features = 128 * (height // 8) * (width // 8)
+    side, pooling = height // 8, max(1, height // 8 // 4)
+    if pooling > 1:
+        layers.append(nn.AvgPool2d(pooling))  # the adaptive one has no deterministic gradient on CUDA
+    features = 128 * (side // pooling) ** 2
     head = [nn.Flatten(), nn.Linear(features, 256), nn.ReLU(), nn.Linear(256, spec.num_classes)]
     return nn.Sequential(*layers, *head)
 
 
 def _resnet18(spec: DatasetSpec) -> nn.Module:
-    """Build torchvision's ResNet-18 with GroupNorm (32 groups), a 3x3 stem of stride 1 and no first max-pooling."""
+    """Build torchvision's ResNet-18 with GroupNorm (32 groups).
+
+    Up to 64 pixels its stem is a 3x3 convolution of stride 1 without max-pooling, above torchvision's own.
+    """
+    from torchvision.models import resnet18  # imported here: it takes seconds, for every message of a deployed client
+
     model: nn.Module = resnet18(
         num_classes=spec.num_classes, norm_layer=lambda width: nn.GroupNorm(_RESNET_GROUPS, width)
     )
-    model.conv1 = nn.Conv2d(spec.image_shape[0], 64, kernel_size=3, stride=1, padding=1, bias=False)
+    channels, size, _ = spec.image_shape
+    if size <= _LARGEST_SMALL_STEM_IMAGE:
+        model.conv1 = nn.Conv2d(channels, 64, kernel_size=3, stride=1, padding=1, bias=False)
+        model.maxpool = nn.Identity()
+    else:
+        model.conv1 = nn.Conv2d(channels, 64, kernel_size=7, stride=2, padding=3, bias=False)
     nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")  # as torchvision does
-    model.maxpool = nn.Identity()
     return model
 
 

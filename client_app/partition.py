@@ -60,6 +60,33 @@ def load_partition(task: TaskConfig) -> Partition:
     return _load_partition(task)
 
 
+def examples_of(task: TaskConfig, index: int | None) -> tuple[Indices, Indices]:
+    """Return which training and test examples a client has.
+
+    Parameters
+    ----------
+    task : TaskConfig
+        The task.
+    index : int or None
+        The client's part of the data, in 0 .. num_clients - 1; None if all are its own.
+
+    Returns
+    -------
+    tuple of numpy.ndarray
+        Sorted int64 indices into the training and the test examples.
+
+    Raises
+    ------
+    ConfigError
+        See `load_partition`.
+    """
+    if index is None:
+        dataset = load_dataset(task)
+        return np.arange(len(dataset.train_labels)), np.arange(len(dataset.test_labels))
+    partition = load_partition(task)
+    return partition.train[index], partition.test[index]
+
+
 @lru_cache(maxsize=4)
 def _load_partition(task: TaskConfig) -> Partition:
     dataset = load_dataset(task)

@@ -23,7 +23,7 @@ Flower's legacy server calls in-process clients from several at once."""
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device of the run-config key ``device``, and make cuDNN deterministic where it is a CUDA device.
+    """Return the device of the key ``device``, and make a CUDA device deterministic and as exact as a CPU.
 
     Parameters
     ----------
@@ -44,15 +44,22 @@ def resolve_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
     if device.type == "cuda":
-        available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        available = visible_gpus()
         if (device.index or 0) >= available:
             raise ConfigError(
                 f"device={name!r} is not allowed: this process sees {available} CUDA devices; use device='auto' or "
-                "device='cpu'"
+                "device='cpu', or, if the machine has one, let it be seen (CUDA_VISIBLE_DEVICES; in a simulation "
+                "fedpcd run --gpus-per-client or Flower's client-resources-num-gpus)"
             )
         torch.backends.cudnn.deterministic = True
         torch.backends.cudnn.benchmark = False
+        torch.backends.cudnn.allow_tf32 = False  # convolutions would be exact to three digits only
     return device
+
+
+def visible_gpus() -> int:
+    """Return the number of CUDA devices that this process can use."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from .protocol import CLIENT_IDS, CODE_HASH, HOSTING, LOGICAL, NUM_PARTITIONS, OWN
+from .protocol import CLIENT_IDS, CODE_HASH, HOSTING, LOGICAL, NUM_PARTITIONS, OWN, PARTITION_ID
 from .rules import client_order
 
 Node = int | str
@@ -27,6 +27,10 @@ class RosterError(RuntimeError):
     """The nodes that are needed did not connect, did not answer, or answered something unusable."""
 
 
+class NoAnswerError(RosterError):
+    """A node has not answered yet; it may do so when it is asked again."""
+
+
 class CodeMismatchError(RosterError):
     """A node runs other code than the server."""
 
@@ -39,6 +43,7 @@ class Answer:
     hosting: str
     num_partitions: int = 0
     code_hash: str | None = None
+    partition_id: int | None = None
 
     @staticmethod
     def parse(record: Mapping[str, object]) -> Answer:
@@ -58,14 +63,24 @@ class Answer:
         names = [name for name in ids.split(",") if name] if isinstance(ids, str) else ids
         if not isinstance(names, list) or not all(isinstance(n, str) and 0 < len(n) <= _LONGEST_ID for n in names):
             raise RosterError(f"{CLIENT_IDS!r} must be a list of names of up to {_LONGEST_ID} characters")
-        hosting = record.get(HOSTING)
+        hosting, code_hash = record.get(HOSTING), record.get(CODE_HASH)
         if hosting not in (LOGICAL, OWN):
             raise RosterError(f"{HOSTING!r} must be {LOGICAL!r} or {OWN!r}, got {hosting!r}")
-        partitions = record.get(NUM_PARTITIONS, 0) if hosting == LOGICAL else 0
-        if isinstance(partitions, bool) or not isinstance(partitions, int) or not 0 <= partitions <= _MOST_PARTITIONS:
-            raise RosterError(f"{NUM_PARTITIONS!r} must be an integer in [0, {_MOST_PARTITIONS}], got {partitions!r}")
-        code_hash = record.get(CODE_HASH)
-        return Answer(tuple(names), str(hosting), partitions, None if code_hash is None else str(code_hash))
+        partitions = _partition_number(NUM_PARTITIONS, record.get(NUM_PARTITIONS, 0)) if hosting == LOGICAL else 0
+        part = record.get(PARTITION_ID) if hosting == OWN else None
+        return Answer(
+            tuple(names),
+            str(hosting),
+            partitions,
+            None if code_hash is None else str(code_hash),
+            None if part is None else _partition_number(PARTITION_ID, part),
+        )
+
+
+def _partition_number(key: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MOST_PARTITIONS:
+        raise RosterError(f"{key!r} must be an integer in [0, {_MOST_PARTITIONS}], got {value!r}")
+    return value
 
 
 Ask = Callable[[list[Node], float], Mapping[Node, Answer | RosterError]]
@@ -92,6 +107,7 @@ class Roster:
     code_hash: str | None = None
     answers: dict[Node, Answer] = field(default_factory=dict)
     silent: dict[Node, str] = field(default_factory=dict)
+    _unanswered: set[Node] = field(default_factory=set)
     _complete: bool = False
     _gave_up: bool = False
 
@@ -141,7 +157,8 @@ class Roster:
             If a node runs other code, before the first round.
         RosterError
             Before the first round, if something is still missing after `timeout` seconds, or two nodes claim the same
-            client. A run that is under way goes on with whom it can reach.
+            client or the same part of the data; at once, if enough nodes answered and some of them, by their answer,
+            do not take part. A run that is under way goes on with whom it can reach.
         """
         # Nodes that were waited for in vain are not waited for again in every round.
         deadline = time.monotonic() + (0.0 if self._gave_up else timeout)
@@ -159,6 +176,8 @@ class Roster:
             if missing is None:
                 self._complete, self._gave_up = True, False
                 return warnings
+            if not self._complete and self._refused(nodes):
+                raise RosterError(f"the run cannot start, since nodes refuse it: {missing}")
             if time.monotonic() >= deadline and self._complete:
                 news = [] if self._gave_up else [f"the run goes on after waiting for {timeout:g} s: {missing}"]
                 self._gave_up = True
@@ -169,14 +188,21 @@ class Roster:
 
     def missing(self, nodes: int, clients: int = 0) -> str | None:
         """What is missing before a round can start, in words; None if nothing is."""
-        needed = max(a.num_partitions for a in self.answers.values()) if self.logical else max(1, nodes)
-        reasons = self._reasons()
+        needed, reasons = self._needed(nodes), self._reasons()
         if len(self.answers) < needed:
             ready = len(self.answers)
             return f"{ready} of {needed} nodes are ready, {needed - ready} missing{reasons}"
         if len(self.client_ids) < max(1, clients):
             return f"{len(self.client_ids)} of {max(1, clients)} clients are reachable{reasons}"
         return None
+
+    def _needed(self, nodes: int) -> int:
+        return max(a.num_partitions for a in self.answers.values()) if self.logical else max(1, nodes)
+
+    def _refused(self, nodes: int) -> bool:
+        """Whether as many nodes as needed have answered, all that are there, and some do not take part."""
+        refusals = self.silent.keys() - self._unanswered
+        return bool(refusals) and not self._unanswered and len(self.answers) + len(refusals) >= self._needed(nodes)
 
     def _reasons(self) -> str:
         """Why nodes do not take part; each reason once, however many give it."""
@@ -193,9 +219,14 @@ class Roster:
         for known in (self.answers, self.silent):
             for node in known.keys() - nodes:
                 del known[node]
+        self._unanswered &= nodes
         return nodes - self.answers.keys() - self.silent.keys()
 
     def _take(self, node: Node, answer: Answer | RosterError) -> list[str]:
+        if isinstance(answer, NoAnswerError):
+            self._unanswered.add(node)
+        else:
+            self._unanswered.discard(node)
         objection = str(answer) if isinstance(answer, RosterError) else self._objection(node, answer)
         if objection is not None or isinstance(answer, RosterError):
             news = self.silent.get(node) != objection
@@ -228,4 +259,23 @@ class Roster:
                 f"it is one of {answer.num_partitions} {answer.hosting!r} nodes, the others of {first.num_partitions} "
                 f"{first.hosting!r} ones: all nodes need a client-id in their node-config, or none"
             )
+        return self._double(answer)
+
+    def _double(self, answer: Answer) -> str | None:
+        """Say if another client has the same part of the data."""
+        if answer.partition_id is None:
+            return None
+        for other in self.answers.values():
+            if other.partition_id == answer.partition_id and other.client_ids != answer.client_ids:
+                error = (
+                    f"clients {_listed(other)} and {_listed(answer)} have the same part of the data: both say "
+                    f"{PARTITION_ID}={answer.partition_id}. Give every site one of its own in its node config"
+                )
+                if not self._complete:
+                    raise RosterError(error)
+                return error
         return None
+
+
+def _listed(answer: Answer) -> str:
+    return ", ".join(repr(client) for client in answer.client_ids)

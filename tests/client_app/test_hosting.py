@@ -4,8 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from client_app.config import ConfigError
-from client_app.hosting import Roster, partition_index, read_roster
+from client_app.config import ConfigError, TaskConfig
+from client_app.hosting import Roster, describe, partition_index, read_roster, task_on_node
+
+OWN_IMAGES = {"dataset": "image-folder", "image-classes": "cat,dog"}
 
 
 @given(clients=st.integers(1, 300), nodes=st.integers(1, 40))
@@ -83,18 +85,89 @@ def test_a_node_without_clients_refuses_everyone() -> None:
         ({"client-id": 4}, "4", 4),
         ({"client-id": "site-a", "partition-id": 3}, "site-a", 3),
         ({"client-id": "4", "partition-id": 3, "num-partitions": 2}, "4", 3),
+        ({"client-id": "site-a", "data-root": "/data"}, "site-a", None),
+        ({"client-id": "4", "data-root": "/data"}, "4", None),
+        ({"client-id": "site-a", "data-root": "/data", "partition-id": 3}, "site-a", 3),
     ],
 )
-def test_a_client_knows_its_part_of_the_data(config: dict[str, object], client_id: str, index: int) -> None:
+def test_a_client_knows_its_part_of_the_data(config: dict[str, object], client_id: str, index: int | None) -> None:
     assert partition_index(config, client_id, 10) == index
 
 
 @pytest.mark.parametrize("client_id", ["site-a", "10", "-1", "\uff11"])
 def test_a_deployed_client_without_a_part_of_the_data_is_told_which_key_to_set(client_id: str) -> None:
-    with pytest.raises(ConfigError, match=rf"client-id='{client_id}'.*partition-id=<0 to 9>.*num-clients=10"):
+    with pytest.raises(
+        ConfigError, match=rf"client-id='{client_id}'.*partition-id=<0 to 9>.*num-clients=10.*data-root='"
+    ):
         partition_index({"client-id": client_id}, client_id, 10)
 
 
 def test_a_part_of_the_data_that_does_not_exist_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"partition-id=10 .*0 to 9"):
         partition_index({"client-id": "site-a", "partition-id": 10}, "site-a", 10)
+
+
+def test_a_nodes_own_data_and_device_go_before_the_runs() -> None:
+    node = {"client-id": "site-a", "partition-id": 3, "device": "cuda:1", "data-dir": "/mine"}
+    task = task_on_node({"data-dir": "/theirs", "device": "cpu", "seed": 3}, node)
+    assert (task.seed, task.device, task.data_dir, str(task.data_path)) == (3, "cuda:1", "/mine", "/mine")
+    own = task_on_node({"data-dir": "/theirs"}, {"client-id": "site-a", "data-root": "/mine", "state-dir": "/state"})
+    assert (str(own.data_path), own.state_dir) == ("/mine", "/state")
+
+
+def test_only_deployed_clients_have_a_state_folder() -> None:
+    assert task_on_node({}, {"partition-id": 0, "num-partitions": 1}) == TaskConfig()
+    assert task_on_node({}, {"client-id": "site-a"}).state_dir == "~/.cache/fedpcd"
+
+
+@pytest.mark.parametrize(
+    ("node", "words"),
+    [
+        (
+            {"data-path": "/x"},
+            r"unknown key 'data-path' in the node config: did you mean 'data-root'.*Known keys: client",
+        ),
+        ({"client_id": "a"}, "unknown key 'client_id' .*did you mean 'client-id'"),
+        ({"Device": "cpu"}, "unknown key 'Device' .*did you mean 'device'"),
+        ({"data-root": "data"}, "data-root='data' in the node config .*an absolute path"),
+        ({"data-dir": "./data"}, "data-dir='./data' in the node config .*an absolute path"),
+        ({"state-dir": ""}, "state-dir='' in the node config .*an absolute path"),
+        ({"data-root": 3}, "data-root=3 in the node config"),
+        (
+            {"data-root": "/x", "data-dir": "/y"},
+            "data-root='/x' and data-dir='/y' in the node config exclude each other",
+        ),
+        ({"device": "gpu"}, "device='gpu' is not allowed"),
+    ],
+)
+def test_a_wrong_node_config_is_an_error_that_names_the_key(node: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        task_on_node({}, {"client-id": "site-a", **node})
+
+
+@pytest.mark.parametrize("key", ["data-root", "state-dir"])
+def test_folders_of_one_client_need_its_name(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}='/x' in the node config needs a name .*add client-id="):
+        task_on_node({}, {"partition-id": 0, "num-partitions": 1, key: "/x"})
+
+
+@pytest.mark.parametrize(
+    ("run", "node", "part"),
+    [
+        ({}, {"client-id": "2"}, 2),
+        ({}, {"client-id": "site-a", "partition-id": 3}, 3),
+        ({}, {"client-id": "site-a", "partition-id": 3, "data-root": "/x"}, 3),
+        (OWN_IMAGES, {"client-id": "site-a", "partition-id": 3, "data-dir": "/x"}, 3),
+        (OWN_IMAGES, {"client-id": "site-a", "partition-id": 3, "data-root": "/x"}, None),
+        ({}, {"client-id": "site-a", "data-root": "/x"}, None),
+    ],
+)
+def test_a_roster_names_the_part_of_data_that_others_have_too(
+    run: dict[str, object], node: dict[str, object], part: int | None
+) -> None:
+    assert describe(task_on_node(run, node), node) == Roster((str(node["client-id"]),), "own", 0, part)
+
+
+def test_a_simulated_roster_names_no_part_of_the_data() -> None:
+    node = {"partition-id": 0, "num-partitions": 1}
+    assert describe(TaskConfig(num_clients=2), node) == Roster(("0", "1"), "logical", 1)

@@ -5,8 +5,11 @@ import torch
 from torch import nn
 
 from client_app.config import DATASETS, TaskConfig
-from client_app.data import SPECS
+from client_app.data import spec_of
 from client_app.models import build_model
+
+IMAGES = {"image_classes": "a,b,c"}
+PUBLIC = [dataset for dataset in DATASETS if dataset != "image-folder"]
 
 
 def count(model: nn.Module) -> int:
@@ -29,12 +32,37 @@ def test_the_papers_models_have_the_published_sizes(dataset: str, parameters: in
 @pytest.mark.parametrize("dataset", DATASETS)
 @pytest.mark.parametrize("model", ["mlp", "cnn", "resnet18"])
 def test_every_model_fits_every_data_set(dataset: str, model: str) -> None:
-    spec = SPECS[dataset]
-    logits = build_model(TaskConfig(dataset=dataset, model=model))(torch.zeros(2, *spec.image_shape))
-    assert logits.shape == (2, spec.num_classes)
+    task = TaskConfig(dataset=dataset, model=model, **IMAGES)
+    logits = build_model(task)(torch.zeros(2, *spec_of(task).image_shape))
+    assert logits.shape == (2, spec_of(task).num_classes)
 
 
-@pytest.mark.parametrize("dataset", DATASETS)
+@pytest.mark.parametrize("size", [8, 13, 28, 31, 33, 63, 64, 65, 100, 224])
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("model", ["mlp", "cnn", "resnet18", "auto"])
+def test_every_model_fits_images_of_any_size(size: int, channels: int, model: str) -> None:
+    task = TaskConfig(dataset="image-folder", model=model, image_size=size, image_channels=channels, **IMAGES)
+    logits = build_model(task)(torch.zeros(1, channels, size, size))
+    assert logits.shape == (1, 3)
+    assert bool(torch.isfinite(logits).all())
+
+
+def test_the_cnn_does_not_grow_with_the_image() -> None:
+    sizes = [
+        count(build_model(TaskConfig(dataset="image-folder", model="cnn", image_size=size, **IMAGES)))
+        for size in (32, 64, 224, 1024)
+    ]
+    assert max(sizes) < 4 * sizes[0]
+
+
+@pytest.mark.parametrize("size", [64, 65])
+def test_resnet18_has_torchvisions_stem_for_images_above_64_pixels(size: int) -> None:
+    model = build_model(TaskConfig(dataset="image-folder", model="resnet18", image_size=size, **IMAGES))
+    assert model.conv1.kernel_size == ((3, 3) if size == 64 else (7, 7))
+    assert isinstance(model.maxpool, nn.Identity if size == 64 else nn.MaxPool2d)
+
+
+@pytest.mark.parametrize("dataset", PUBLIC)
 def test_initial_parameters_depend_on_the_seed_alone(dataset: str) -> None:
     torch.manual_seed(1)
     first = build_model(TaskConfig(dataset=dataset, seed=5)).state_dict()
@@ -53,7 +81,7 @@ def test_building_a_model_leaves_torchs_random_state_alone() -> None:
 
 @pytest.mark.parametrize("dataset", DATASETS)
 def test_no_model_keeps_batch_statistics(dataset: str) -> None:
-    model = build_model(TaskConfig(dataset=dataset))
+    model = build_model(TaskConfig(dataset=dataset, **IMAGES))
     assert list(model.buffers()) == []
     assert len(model.state_dict()) == len(list(model.parameters()))
 

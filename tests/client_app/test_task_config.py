@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from client_app.config import ConfigError, TaskConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-INTEGER_KEYS = [_.name.replace("_", "-") for _ in dataclasses.fields(TaskConfig) if type(_.default) is int]
-FLOAT_KEYS = [_.name.replace("_", "-") for _ in dataclasses.fields(TaskConfig) if type(_.default) is float]
-STRING_KEYS = [_.name.replace("_", "-") for _ in dataclasses.fields(TaskConfig) if type(_.default) is str]
+DEFAULTS = {_.name.replace("_", "-"): _.default for _ in dataclasses.fields(TaskConfig)}
+INTEGER_KEYS, FLOAT_KEYS, STRING_KEYS = (
+    [key for key in TaskConfig.keys() if type(DEFAULTS[key]) is kind]  # noqa: SIM118  # no mapping
+    for kind in (int, float, str)
+)
 
 
 def test_an_empty_run_config_gives_the_defaults() -> None:
@@ -135,6 +137,35 @@ def test_there_is_no_round_zero() -> None:
 )
 def test_auto_is_the_papers_model_for_the_data_set(dataset: str, model: str) -> None:
     assert TaskConfig(dataset=dataset).model_name == model
+
+
+@pytest.mark.parametrize(("size", "model"), [(8, "cnn"), (64, "cnn"), (65, "resnet18"), (224, "resnet18")])
+def test_auto_is_a_model_for_the_size_of_own_images(size: int, model: str) -> None:
+    assert TaskConfig(dataset="image-folder", image_classes="a,b", image_size=size).model_name == model
+
+
+@pytest.mark.parametrize("names", ["", "one", "a,b,a", "a,,b", "a/b,c", "../a,b", "a,.b", "a\\b,c"])
+def test_classes_that_cannot_be_folders_are_an_error_that_says_what_is_needed(names: str) -> None:
+    with pytest.raises(ConfigError, match=r"(?s)image-classes=.*names of all classes.*'benign,malignant'"):
+        TaskConfig(dataset="image-folder", image_classes=names)
+    assert TaskConfig(image_classes=names).classes == ()  # other data sets have their own
+
+
+def test_classes_keep_their_order_and_may_have_blanks_around_and_inside() -> None:
+    task = TaskConfig(dataset="image-folder", image_classes="b, T-shirt top ,a")
+    assert task.classes == ("b", "T-shirt top", "a")
+
+
+@pytest.mark.parametrize(("key", "value"), [("image-size", 7), ("image-size", 1025), ("image-channels", 2)])
+def test_impossible_images_are_an_error_that_names_the_key(key: str, value: int) -> None:
+    with pytest.raises(ConfigError, match=f"^{key}={value} is not allowed"):
+        TaskConfig.from_run_config({"dataset": "image-folder", "image-classes": "a,b", key: value})
+
+
+@pytest.mark.parametrize("key", ["data-root", "state-dir"])
+def test_settings_of_a_node_are_no_run_config_keys(key: str) -> None:
+    assert key not in TaskConfig.keys()  # noqa: SIM118  # no mapping
+    assert TaskConfig.from_run_config({key: "/x"}) == TaskConfig()
 
 
 def test_a_named_model_is_kept() -> None:

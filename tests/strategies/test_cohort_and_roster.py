@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strategies import cohort
-from strategies.roster import Answer, CodeMismatchError, Roster, RosterError
+from strategies.roster import Answer, CodeMismatchError, NoAnswerError, Roster, RosterError
 from strategies.rules import client_order
 
 
@@ -69,8 +69,9 @@ def logical(node: int, nodes: int, code: str = "x") -> Answer:
     return Answer.parse({"client-ids": ids, "hosting": "logical", "num-partitions": nodes, "code-hash": code})
 
 
-def own(*clients: str, code: str = "x") -> Answer:
-    return Answer.parse({"client-ids": list(clients), "hosting": "own", "code-hash": code})
+def own(*clients: str, code: str = "x", part: int | None = None) -> Answer:
+    shared = {} if part is None else {"partition-id": part}
+    return Answer.parse({"client-ids": list(clients), "hosting": "own", "code-hash": code, **shared})
 
 
 class Nodes:
@@ -105,14 +106,92 @@ def test_a_roster_of_simulated_nodes_is_complete_when_all_partitions_answered() 
 
 def test_nodes_that_did_not_answer_are_named_and_asked_again_while_they_are_needed(monkeypatch) -> None:
     monkeypatch.setattr("strategies.roster._POLL_SECONDS", 0.0)
-    slow = RosterError("TimeoutError: busy")
+    slow = NoAnswerError("TimeoutError: busy")
     nodes, roster = Nodes(a=own("1"), b=[slow] * 3 + [own("2")]), Roster()
     warnings = nodes.join(roster, nodes=2, timeout=5.0)
     assert roster.client_ids == ("1", "2")
     assert warnings == ["node b does not take part: TimeoutError: busy"]
-    silent, empty = Nodes(a=RosterError("no query function")), Roster()
+    silent, empty = Nodes(a=NoAnswerError("no query function")), Roster()
     with pytest.raises(RosterError, match=r"(?s)0 of 2 nodes are ready, 2 missing\n  node a: no query function"):
         silent.join(empty, nodes=2)
+
+
+REFUSAL = RosterError("device='cuda' is not there")
+
+
+@pytest.mark.parametrize("answers", [{"a": REFUSAL, "b": REFUSAL}, {"a": own("1"), "b": REFUSAL}])
+def test_a_run_that_nodes_refuse_ends_at_once_with_their_reasons(answers: dict) -> None:
+    nodes = Nodes(**answers)
+    with pytest.raises(RosterError, match=r"(?s)the run cannot start, since nodes refuse it: .*device='cuda' is not"):
+        nodes.join(Roster(), nodes=2, timeout=600.0)
+    assert nodes.asked == ["a", "b"]
+
+
+def test_simulated_nodes_that_refuse_end_the_run_at_once_too() -> None:
+    nodes = Nodes(a=logical(0, 3), b=REFUSAL, c=REFUSAL)
+    with pytest.raises(RosterError, match=r"1 of 3 nodes are ready, 2 missing\n  2 nodes: device='cuda'"):
+        nodes.join(Roster(), timeout=600.0)
+
+
+def test_a_node_that_refuses_is_no_reason_to_end_while_others_may_still_answer(monkeypatch) -> None:
+    monkeypatch.setattr("strategies.roster._POLL_SECONDS", 0.0)
+    slow = NoAnswerError("it did not answer")
+    nodes, roster = Nodes(a=own("1"), b=REFUSAL, c=[slow, slow, own("3")]), Roster()
+    (refused, late) = nodes.join(roster, nodes=2, timeout=60.0)
+    assert roster.client_ids == ("1", "3")
+    assert ("device='cuda'" in refused, "did not answer" in late) == (True, True)
+
+
+def test_a_node_that_refuses_is_no_reason_to_end_while_nodes_are_missing_anyway(monkeypatch) -> None:
+    monkeypatch.setattr("strategies.roster._POLL_SECONDS", 0.0)
+    nodes, roster = Nodes(a=REFUSAL), Roster()
+    joining = iter([["a"], ["a"], ["a", "b"], ["a", "b", "c"]])
+    nodes.answers |= {"b": own("2"), "c": own("3")}
+    # With b there are two answers, one of them a refusal: at that moment two nodes are impossible.
+    with pytest.raises(RosterError, match="1 of 2 nodes are ready, 1 missing"):
+        roster.wait(lambda: next(joining), nodes.ask, nodes=2, clients=1, timeout=60.0)
+    assert next(joining) == ["a", "b", "c"]
+
+
+def test_a_refusal_in_a_run_under_way_ends_nothing() -> None:
+    nodes, roster = Nodes(a=own("1"), b=own("2")), Roster()
+    nodes.join(roster, nodes=2)
+    del nodes.answers["b"]
+    nodes.answers["c"] = REFUSAL
+    warnings = nodes.join(roster, nodes=2)
+    assert roster.client_ids == ("1",)
+    assert any("the run goes on" in warning for warning in warnings)
+
+
+def test_two_sites_with_the_same_part_of_the_data_are_named_before_the_first_round() -> None:
+    with pytest.raises(RosterError, match=r"'site-a' and 'site-b' have the same part of the data: .*partition-id=3"):
+        Nodes(a=own("site-a", part=3), b=own("site-b", part=3)).join(Roster())
+
+
+def test_sites_with_their_own_data_or_other_parts_get_along() -> None:
+    roster = Roster()
+    sites = {"a": own("site-a", part=3), "b": own("site-b", part=4), "c": own("site-c"), "d": own("site-d")}
+    assert Nodes(**sites).join(roster) == []
+    assert len(roster.client_ids) == 4
+
+
+def test_a_late_site_with_a_part_that_is_taken_is_left_out() -> None:
+    nodes, roster = Nodes(a=own("site-a", part=3)), Roster()
+    nodes.join(roster)
+    nodes.answers["b"] = own("site-b", part=3)
+    (warning,) = nodes.join(roster)
+    assert "node b does not take part: clients 'site-a' and 'site-b' have the same part" in warning
+    assert roster.client_ids == ("site-a",)
+
+
+def test_a_site_that_comes_back_as_another_node_keeps_its_part() -> None:
+    nodes, roster = Nodes(a=own("site-a", part=3)), Roster()
+    nodes.join(roster)
+    nodes.answers["b"] = own("site-a", part=3)
+    nodes.join(roster)
+    del nodes.answers["a"]
+    assert nodes.join(roster) == []
+    assert roster.node_of == {"site-a": "b"}
 
 
 def test_a_silent_node_is_left_alone_once_enough_others_are_ready() -> None:
@@ -204,6 +283,8 @@ def test_one_reason_of_many_nodes_is_said_once() -> None:
         ({"client-ids": ["0"], "hosting": "cloud"}, "'hosting' must be"),
         ({"client-ids": ["0"], "hosting": "logical", "num-partitions": "3"}, "num-partitions"),
         ({"client-ids": ["0"], "hosting": "logical", "num-partitions": 10**9}, "num-partitions"),
+        ({"client-ids": ["0"], "hosting": "own", "partition-id": "3"}, "partition-id"),
+        ({"client-ids": ["0"], "hosting": "own", "partition-id": -1}, "partition-id"),
     ],
 )
 def test_an_unusable_answer_names_the_key(record: dict, pattern: str) -> None:
