@@ -26,7 +26,14 @@ def default_nodes(run_config: Mapping[str, Value]) -> int:
     return max(cohort, int(run_config["min-nodes"]))
 
 
-def run_simulation(app: AppFolder, changes: Mapping[str, Value], *, nodes: int | None, cpus_per_client: int) -> None:
+def run_simulation(
+    app: AppFolder,
+    changes: Mapping[str, Value],
+    *,
+    nodes: int | None,
+    cpus_per_client: int,
+    gpus_per_client: float = 0.0,
+) -> None:
     """Run the app through ``flwr run`` on a SuperLink of its own and wait for the end.
 
     Raises
@@ -38,6 +45,7 @@ def run_simulation(app: AppFolder, changes: Mapping[str, Value], *, nodes: int |
     nodes = nodes or default_nodes({**app.declared, **changes})
     with LocalSuperLink(app.path) as superlink:
         size = f"num-supernodes={nodes} client-resources-num-cpus={cpus_per_client}"
+        size += f" client-resources-num-gpus={gpus_per_client}" if gpus_per_client else ""
         run_id = superlink.submit(changes, size)
         superlink.stream(run_id)
         status, details = superlink.outcome(run_id)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 try:
     import typer
@@ -16,15 +14,18 @@ try:
 except ModuleNotFoundError as error:  # both come with Flower and with the extra
     raise SystemExit(f"fedpcd needs {error.name}: pip install '.[app]' in the project's folder") from None
 
-from .app_folder import APP_PACKAGES, AppFolder, Value
-from .engines import run_in_process, run_simulation
-from .errors import RunError, UsageError
-from .interruption import orderly_termination
+from . import federation
+from .app_folder import AppFolder, Value
+from .devices import check_devices
+from .engines import default_nodes, run_in_process, run_simulation
+from .errors import UsageError
 from .methods import account, methods_table
+from .reporting import reported_errors
 from .results_folders import new_runs, runs_in
 from .run_config import overrides
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+app.add_typer(federation.app, name="federation")
 
 
 class Engine(StrEnum):
@@ -83,10 +84,17 @@ def run(
         Path | None,
         typer.Option(metavar="FOLDER", help="Place of the run's folder.", show_default="./results"),
     ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Go on with an interrupted run in its folder, with its settings."),
+    ] = None,
     nodes: Annotated[
         int | None, typer.Option(min=1, help="Virtual SuperNodes.", show_default="one per client of a cohort")
     ] = None,
     cpus_per_client: Annotated[int, typer.Option(min=1, help="CPU cores per Ray worker.")] = 1,
+    gpus_per_client: Annotated[
+        float, typer.Option(metavar="SHARE", help="GPU share per Ray worker: 0.25 lets four share one.")
+    ] = 0.0,
 ) -> None:
     """Train, evaluate and report; the exit code is 0 only if the run completed.
 
@@ -99,8 +107,10 @@ def run(
       fedpcd run . --preset fashion-mnist --compare-with fedavg
 
       fedpcd run . --engine in-process -c num-server-rounds=5
+
+      fedpcd run . --resume results/digits-fedpcd-seed0-20260131T154500Z
     """
-    with _reported_errors():
+    with reported_errors():
         folder = AppFolder.at(app_dir)
         changes = overrides(folder, preset, run_config or [])
         if changes.get("strategy") == "list":
@@ -108,15 +118,37 @@ def run(
             return
         if compare_with is not None:
             changes["compare-with"] = compare_with
+        if resume is not None:
+            changes["resume"] = str(resume.expanduser().resolve())
+        earlier = _earlier_settings(folder, str(changes.get("resume", "")))
         place = changes["results-dir"] = _absolute(results_dir, str(changes.get("results-dir", "")))
-        values = {**folder.declared, **changes}
+        values = {**folder.declared, **earlier, **changes}
         folder.check(values)  # Flower and Ray take their time to start
+        check_devices(folder, values, gpus_per_client)
         _note_repetition(values)
         with new_runs(Path(place)):
             if engine is Engine.SIMULATION:
-                run_simulation(folder, changes, nodes=nodes, cpus_per_client=cpus_per_client)
+                run_simulation(
+                    folder,
+                    changes,
+                    nodes=nodes or (default_nodes(values) if earlier else None),
+                    cpus_per_client=cpus_per_client,
+                    gpus_per_client=gpus_per_client,
+                )
             else:
                 run_in_process(folder, changes, nodes=nodes)
+
+
+def _earlier_settings(folder: AppFolder, resume: str) -> Mapping[str, Value]:
+    """The settings of the run to go on with, after the app has looked at it; none for a new run."""
+    if not resume:
+        return {}
+    library = folder.module("server_app.resume")
+    try:
+        settings: Mapping[str, Value] = library.interrupted_run(Path(resume)).run_config
+    except ValueError as error:  # ConfigError
+        raise UsageError(str(error)) from error
+    return settings
 
 
 def _absolute(option: Path | None, value: str) -> str:
@@ -154,7 +186,7 @@ def report(
 
       fedpcd report results --output all.png
     """
-    with _reported_errors():
+    with reported_errors():
         missing = [str(folder) for folder in folders if not folder.is_dir()]
         if missing:
             raise UsageError(f"no such results folder: {', '.join(missing)}")
@@ -188,34 +220,11 @@ def methods(
 
       fedpcd methods craft
     """
-    with _reported_errors():
+    with reported_errors():
         if name is None:
             Console().print(methods_table())
         else:
             Console().print(account(name), markup=False, highlight=False)
-
-
-@contextmanager
-def _reported_errors() -> Iterator[None]:
-    """Turn errors into one line and an exit code: 2 for wrong input, 1 for a failed run, 130 for Ctrl-C."""
-    try:
-        with orderly_termination():
-            yield
-    except UsageError as error:
-        _fail(str(error), 2)
-    except RunError as error:
-        _fail(f"the run failed: {error}", 1)
-    except KeyboardInterrupt as error:
-        _fail(f"interrupted{error}", 130)
-    except Exception as error:
-        if type(error).__module__.partition(".")[0] not in APP_PACKAGES:  # the app's own errors explain themselves
-            traceback.print_exc()
-        _fail(f"the run failed: {error}", 1)
-
-
-def _fail(text: str, code: int) -> NoReturn:
-    Console(stderr=True).print(f"fedpcd: {text}", style="bold red", markup=False, highlight=False, soft_wrap=True)
-    raise SystemExit(code)
 
 
 if __name__ == "__main__":

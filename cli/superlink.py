@@ -123,11 +123,14 @@ class LocalSuperLink:
         return str(run["status"]), str(run.get("status-details") or "")
 
     def _start(self) -> None:
-        self.port = _free_port()
+        self.port = free_port()
         self._env = self._environment()
         self._configure_flower()
+        self._launch()
+
+    def _launch(self) -> None:
         log = self.folder / "superlink.log"
-        with log.open("wb") as sink:
+        with log.open("ab") as sink:
             self._process = subprocess.Popen(
                 self._command(),
                 cwd=self.app_folder,
@@ -138,11 +141,24 @@ class LocalSuperLink:
                 start_new_session=True,  # Ctrl-C reaches this command only, which then ends the rest in order
             )
         deadline = time.monotonic() + self.startup_timeout
-        while not _answers(self.port):
+        while not self._answers():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 tail = log.read_text(encoding="utf-8", errors="replace")[-2000:]
                 raise RunError(f"the local SuperLink did not start:\n{tail}")
             time.sleep(0.1)
+
+    def _answers(self) -> bool:
+        connection = self._connect()
+        try:
+            connection.request("GET", "/health")
+            return 200 <= connection.getresponse().status < 300
+        except OSError:
+            return False
+        finally:
+            connection.close()
+
+    def _connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=1.0)
 
     def _command(self) -> list[str]:
         command = [self._tool("flower-superlink"), "--insecure", "--simulation", "--isolation", "subprocess"]
@@ -180,16 +196,7 @@ class LocalSuperLink:
         return found
 
     def _ask(self, *arguments: str) -> dict[str, Any]:
-        """Run a ``flwr`` command, return its JSON answer (the exit code is 0 even if it failed)."""
-        command = [self._tool("flwr"), *arguments, "--format", "json"]
-        done = subprocess.run(command, env=self._env, capture_output=True, text=True, check=False)
-        try:
-            answer: dict[str, Any] = json.loads(done.stdout[done.stdout.index("{") :])
-        except ValueError:
-            raise RunError(f"flwr {arguments[0]} answered:\n{done.stdout}{done.stderr}") from None
-        if not answer.get("success", False):
-            raise RunError(str(answer.get("error-message") or answer.get("error") or answer))
-        return answer
+        return ask_flower(self._tool("flwr"), *arguments, env=self._env)
 
     def close(self) -> None:
         """End the SuperLink and everything that came from it; remove its folder. A second Ctrl-C does not stop it."""
@@ -221,6 +228,25 @@ class LocalSuperLink:
             time.sleep(0.1)
 
 
+def ask_flower(flwr: str, *arguments: str, env: Mapping[str, str]) -> dict[str, Any]:
+    """Run a ``flwr`` command and return its JSON answer (its exit code is 0 even if it failed).
+
+    Raises
+    ------
+    RunError
+        With Flower's words, if the command failed.
+    """
+    command = [flwr, *arguments, "--format", "json"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    try:
+        answer: dict[str, Any] = json.loads(done.stdout[done.stdout.index("{") :])
+    except ValueError:
+        raise RunError(f"flwr {arguments[0]} answered:\n{done.stdout}{done.stderr}") from None
+    if not answer.get("success", False):
+        raise RunError(str(answer.get("error-message") or answer.get("error") or answer))
+    return answer
+
+
 def marked_processes(mark: str) -> list[int]:
     """Ids of the processes whose environment contains `mark`; empty where there is no ``/proc``.
 
@@ -235,18 +261,7 @@ def marked_processes(mark: str) -> list[int]:
     return found
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _answers(port: int) -> bool:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=1.0)
-    try:
-        connection.request("GET", "/health")
-        return 200 <= connection.getresponse().status < 300
-    except OSError:
-        return False
-    finally:
-        connection.close()

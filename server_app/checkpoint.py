@@ -138,6 +138,7 @@ class CheckpointStore:
             "state": {key: places.described(value) for key, value in memory.state.items()},
             "output": None if memory.output is None else [[n, places.new(a)] for n, a in memory.output.items()],
             "flags": {"individual": memory.individual, "delivered": memory.delivered, "searched": memory.searched},
+            "lengths": list(memory.lengths),
             "results": {name: self._result(name, size) for name, size in checkpoint.results.items()},
         }
         written = _entry(*write_tensors(self.folder / places.file, places.tensors))
@@ -218,6 +219,7 @@ class CheckpointStore:
             memory=Memory(
                 state=state,
                 output=None if output is None else {name: find(place) for name, place in output},
+                lengths=tuple(manifest["lengths"]),
                 **manifest["flags"],
             ),
             results={name: entry["bytes"] for name, entry in manifest["results"].items()},

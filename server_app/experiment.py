@@ -9,12 +9,12 @@ from client_app.code_hash import code_hash
 from server_app.config import ConfigError, ServerConfig
 from server_app.evaluation import ServerEvaluation, initial_arrays
 from server_app.progress import quiet_loop
-from server_app.report import compare, make_console
+from server_app.report import PICTURE, compare, make_console
 from server_app.results import default_run_name, new_run_folder
 from server_app.resume import client_settings, interrupted_run, resumed_config
 from server_app.strategy_folder import StrategyFolder
 from server_app.strategy_run import ExperimentError, StrategyRun
-from strategies import METHODS
+from strategies import METHODS, cohort
 from strategies.describe import describe
 from strategies.rules import RULES
 
@@ -113,6 +113,7 @@ class Experiment:
         self.code_hash = code_hash()
         roster = self.strategy(self.config.strategy, federated=True).roster(grid)
         self.client_ids, self.logical = roster.client_ids, roster.logical
+        self._require_large_enough_cohorts()
         self.evaluation = _who_evaluates(self.config.evaluation, logical=roster.logical)
         self.server_evaluation = ServerEvaluation(self.config.task) if self.evaluation in ("server", "both") else None
         self.initial = initial_arrays(self.config.task)
@@ -170,7 +171,9 @@ class Experiment:
 
     def report(self, names: Sequence[str]) -> None:
         """Print the table of these strategies, draw the picture and say where the results lie."""
-        table, picture = compare(self.folder / name for name in names)
+        # Of a run that goes on, the picture of its first part is out of date.
+        place = self.folder / PICTURE if self.interrupted is not None else None
+        table, picture = compare((self.folder / name for name in names), place)
         self.console.print()
         self.console.print(table)
         self.say(f"picture  {picture}")
@@ -195,6 +198,16 @@ class Experiment:
             )
         if None not in summaries:
             raise ConfigError(f"resume={str(self.interrupted.folder)!r}: this run is complete, there is nothing to do")
+
+    def _require_large_enough_cohorts(self) -> None:
+        config = self.config
+        size = cohort.size(config.fraction_train, 1, len(self.client_ids))
+        if config.min_replies > size:
+            raise ConfigError(
+                f"min-replies={config.min_replies} is not allowed: a cohort has {size} of the {len(self.client_ids)} "
+                f"clients (fraction-train={config.fraction_train:g}), so every round would be skipped; lower it, or "
+                "raise fraction-train"
+            )
 
     def _description(self, name: str) -> dict[str, Any]:
         return {

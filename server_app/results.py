@@ -486,7 +486,8 @@ def _write_atomically(path: Path, content: bytes) -> None:
 
 
 def _json_line(content: Mapping[str, Any]) -> bytes:
-    return json.dumps(_jsonable(content), ensure_ascii=False, allow_nan=False).encode() + b"\n"
+    # Clients' words may hold what UTF-8 cannot; it becomes JSON's own escape.
+    return json.dumps(_jsonable(content), ensure_ascii=False, allow_nan=False).encode(errors="backslashreplace") + b"\n"
 
 
 def _jsonable(value: Any) -> Any:
@@ -540,7 +541,12 @@ def _mean_min_max(values: list[float]) -> dict[str, float]:
 
 
 def _mean(values: list[float]) -> float:
-    return math.fsum(values) / len(values) if all(map(math.isfinite, values)) else math.nan
+    if not all(map(math.isfinite, values)):
+        return math.nan
+    try:
+        return math.fsum(values) / len(values)
+    except OverflowError:  # Clients may claim any finite number.
+        return math.fsum(value / len(values) for value in values)
 
 
 def _average(evaluations: list[dict[str, Any]]) -> dict[str, Any] | None:

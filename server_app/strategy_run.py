@@ -10,6 +10,7 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from server_app.evaluation import check_agreement, usable_metrics
 from server_app.progress import clock, evaluation_parts, training_parts
 from strategies import METHODS, protocol
+from strategies.engine import TOO_FEW_REPLIES
 from strategies.rules.updates import PERSONAL_MODEL
 
 if TYPE_CHECKING:
@@ -100,17 +101,27 @@ class StrategyRun:
             raise ExperimentError(self._gave_up(report))
 
     def _gave_up(self, report: RoundReport) -> str:
-        if self._accepted == 0:
+        if self._accepted == 0 and not self._too_few:
             return self._nothing_trained(report.round)
+        config = self.experiment.config
         status = report.diagnostics.get("status", "no usable reply")
         last = [f"client {r.client_id}: {r.reason}" for r in report.rejections[:3]]
         return (
             f"{self._skipped_in_a_row} rounds in a row were skipped, the last one being round {report.round} ({status}"
-            f"{'; ' if last else ''}{'; '.join(last)}), and max-skipped-rounds="
-            f"{self.experiment.config.max_skipped_rounds}; {self.experiment.how_to_resume()}"
+            f"{'; ' if last else ''}{'; '.join(last)}), and max-skipped-rounds={config.max_skipped_rounds}, "
+            f"min-replies={config.min_replies}; {self.experiment.how_to_resume()}"
         )
 
+    @property
+    def _too_few(self) -> bool:
+        return self._report is not None and self._report.diagnostics.get("status") == TOO_FEW_REPLIES
+
     def _nothing_trained(self, rounds: int) -> str:
+        if self._too_few:
+            return (
+                f"no round of {rounds} had min-replies={self.experiment.config.min_replies} usable replies, so nothing "
+                f"was trained; first rejection: {self.first_rejection or 'none'}"
+            )
         return (
             f"{type(self.strategy).__name__} received no usable reply in {rounds} rounds, so nothing was trained; "
             f"first reason: {self.first_rejection or 'no client was asked'}. All reasons: "

@@ -32,6 +32,9 @@ from .rules.validation import check_choice, check_range, check_whole, is_real
 TOO_FEW_REPLIES = "too-few-replies"
 """Status of a round with usable replies, but fewer than `Options.min_replies`."""
 
+RECENT_LENGTHS = 100
+"""Lengths of accepted updates that are remembered for the norm screen."""
+
 AskTrial = Callable[[Arrays, tuple[str, ...]], dict[str, float]]
 """Sends a trial model to clients and returns their training losses at it; whoever does not answer is left out."""
 
@@ -125,6 +128,8 @@ class Memory:
     individual, delivered, searched : bool
         What is known about the clients: that their updates are their own, that somebody delivers what the rule needs,
         and answers its questions.
+    lengths : tuple of float
+        Lengths of the updates accepted last, per unit of the local learning rate.
     """
 
     state: State = field(default_factory=dict)
@@ -132,6 +137,7 @@ class Memory:
     individual: bool = False
     delivered: bool = False
     searched: bool = False
+    lengths: tuple[float, ...] = ()
 
 
 class Engine:
@@ -164,12 +170,13 @@ class Engine:
     @property
     def memory(self) -> Memory:
         """What there is to know after a round."""
-        return Memory(self.state, self.output, self._individual, self._delivered, self._searched)
+        return Memory(self.state, self.output, self._individual, self._delivered, self._searched, self._lengths)
 
     def restore(self, memory: Memory) -> None:
         """Go on where another engine with the same rule stopped."""
         self.state, self.output = memory.state, memory.output
         self._individual, self._delivered, self._searched = memory.individual, memory.delivered, memory.searched
+        self._lengths = tuple(memory.lengths)
 
     def train_config(self) -> dict[str, ClientValue]:
         """What the rule asks of clients with every training message; empty for rules that ask for nothing."""
@@ -227,8 +234,15 @@ class Engine:
         """
         start = time.perf_counter()
         answers, needs = list(replies), self.rule.required()
+        rate = self.options.learning_rate(server_round)
         accepted, rejections = screen(
-            model, answers, cohort, self.options.norm_screen, needs, self.options.examples_screen
+            model,
+            answers,
+            cohort,
+            self.options.norm_screen,
+            needs,
+            self.options.examples_screen,
+            [rate * length for length in self._lengths],
         )
         self._require_delivery(answers, needs, bool(accepted))
         arrays: dict[str, NDArray[Any]] | None = None
@@ -239,6 +253,8 @@ class Engine:
             unused = [reply.client_id for reply in accepted]
             diagnostics = {"status": TOO_FEW_REPLIES, "min-replies": self.options.min_replies, "unused-clients": unused}
             accepted = []
+        lengths = (reply.length / rate for reply in accepted if reply.length > 0.0)
+        self._lengths = (*self._lengths, *lengths)[-RECENT_LENGTHS:]
         report = RoundReport(
             server_round,
             tuple(cohort),

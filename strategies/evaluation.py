@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from .replies import Reply, count_problem, finite_metrics, metrics_problem, silence
+from .replies import Reply, count_problem, finite_metrics, metrics_problem, shortened, silence
 from .reports import EvaluationReport, Rejection
 
 
@@ -32,7 +32,7 @@ def evaluation_report(
         client, problem = answer.client_id, metrics_problem(answer.metrics)
         problem = problem or count_problem(answer.metrics.get(weight_key))
         if answer.error is not None:
-            rejections[client] = Rejection(client, "error", answer.error)
+            rejections[client] = Rejection(client, "error", shortened(answer.error))
         elif problem is not None:
             rejections[client] = Rejection(client, "invalid", problem)
         else:
@@ -58,5 +58,7 @@ def weighted_means(metrics: Mapping[str, dict[str, float]], weights: Mapping[str
         Each client's weight, > 0.
     """
     shared = set.intersection(*(set(m) for m in metrics.values()))
-    shares = np.array([weights[client] for client in metrics])
-    return {key: float(np.average([m[key] for m in metrics.values()], weights=shares)) for key in sorted(shared)}
+    counts = np.array([weights[client] for client in metrics])
+    shares = counts / counts.sum()
+    with np.errstate(over="ignore"):  # Clients may claim any finite number.
+        return {key: float(shares @ [m[key] for m in metrics.values()]) for key in sorted(shared)}

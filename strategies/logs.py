@@ -23,4 +23,6 @@ def last_line(text: str | None) -> str:
     """Return what an error text ends with: in simulation a reason is a whole traceback."""
     lines = [line.strip() for line in (text or "").strip().splitlines() if line.strip()]
     # Flower wraps a client's exception: "Exception ClientAppException occurred. Message: ...'>".
-    return _WRAPPER.sub(r"\1", lines[-1]) if lines else "unknown error"
+    reason = _WRAPPER.sub(r"\1", lines[-1]) if lines else "unknown error"
+    # A terminal would obey control characters.
+    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in reason)

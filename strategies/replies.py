@@ -75,6 +75,7 @@ class Accepted:
 
     client_id: str
     row: Row
+    length: float
     statistics: Row
     num_examples: float
     buffers: Arrays
@@ -89,6 +90,7 @@ def screen(
     norm_screen: float,
     needs: Sequence[str] = (),
     examples_screen: float = EXAMPLES_SCREEN,
+    recent_lengths: Sequence[float] = (),
 ) -> tuple[list[Accepted], list[Rejection]]:
     """Sort replies into usable updates, in stable order of clients, and rejections.
 
@@ -101,14 +103,18 @@ def screen(
     cohort : sequence of str
         Who was asked.
     norm_screen : float
-        An update longer than this many times the others' (lower) median of non-zero lengths is refused, unless it is
-        no longer than the global model itself; 0 accepts any length. The median alone would not do: once most clients
-        are well served their updates are tiny, and it is the badly served ones that still move.
+        An update longer than this many times the (lower) median length of the others' and of recent updates, zeros
+        left out, is refused, unless it is no longer than the global model itself; 0 accepts any length. The median
+        alone would not do: once most clients are well served their updates are tiny, and it is the badly served ones
+        that still move.
     needs : sequence of str
         What the rule requires of every client; a reply without it is refused.
     examples_screen : float
         In cohorts of three or more a number of examples larger than this many times the others' (upper) median is
         refused; 0 accepts any number.
+    recent_lengths : sequence of float
+        Lengths of updates that were accepted in earlier rounds: without them, whoever has the majority in one small
+        cohort would say what is long.
 
     Returns
     -------
@@ -133,7 +139,7 @@ def screen(
                 rejections[client_id] = outcome
     for client_id in expected - accepted.keys() - rejections.keys():
         rejections[client_id] = silence(client_id)
-    refused = {**_too_long(model, accepted, norm_screen), **_too_many(accepted, examples_screen)}
+    refused = {**_too_long(model, accepted, norm_screen, recent_lengths), **_too_many(accepted, examples_screen)}
     for client_id, reason in refused.items():
         del accepted[client_id]
         rejections[client_id] = Rejection(client_id, "invalid", reason)
@@ -201,6 +207,11 @@ def are_individual(accepted: Sequence[Accepted]) -> bool:
     return False
 
 
+def shortened(text: str) -> str:
+    """A client's own words, cut where they would fill the results."""
+    return text[:_LONGEST_TEXT]
+
+
 def silence(client_id: str) -> Rejection:
     """The rejection of a client that never answered."""
     return Rejection(client_id, "silent", "did not answer before the round's deadline")
@@ -217,7 +228,7 @@ def finite_metrics(metrics: Mapping[str, object]) -> dict[str, float]:
 
 def _check(model: Model, reply: Reply, needs: Sequence[str]) -> Accepted | Rejection:
     if reply.error is not None:
-        return Rejection(reply.client_id, "error", reply.error[:_LONGEST_TEXT])
+        return Rejection(reply.client_id, "error", shortened(reply.error))
     problem = reply.unreadable or metrics_problem(reply.metrics) or count_problem(reply.num_examples)
     if problem is None and reply.arrays is None:
         problem = "sent no arrays"
@@ -238,6 +249,7 @@ def _check(model: Model, reply: Reply, needs: Sequence[str]) -> Accepted | Rejec
     return Accepted(
         reply.client_id,
         row,
+        norm(row),
         statistics,
         count,
         buffers,
@@ -285,23 +297,27 @@ def _is_finite(value: int | float) -> bool:
         return False
 
 
-def _too_long(model: Model, accepted: Mapping[str, Accepted], norm_screen: float) -> dict[str, str]:
+def _too_long(
+    model: Model, accepted: Mapping[str, Accepted], norm_screen: float, recent: Sequence[float]
+) -> dict[str, str]:
     if norm_screen <= 0.0:
         return {}
     refused: dict[str, str] = {}
-    updates = {client_id: reply.row for client_id, reply in accepted.items()}
-    statistics = {client_id: reply.statistics for client_id, reply in accepted.items()}
-    for what, rows, names in (("update", updates, model.parameters), ("statistics", statistics, model.averaged)):
-        lengths = {client_id: norm(row) for client_id, row in rows.items()}
+    updates = {client_id: reply.length for client_id, reply in accepted.items()}
+    statistics = {client_id: norm(reply.statistics) for client_id, reply in accepted.items()}
+    kinds = (("update", updates, model.parameters, recent), ("statistics", statistics, model.averaged, ()))
+    for what, lengths, names, earlier in kinds:
         own = math.hypot(*(norm(model.arrays[name].astype(model.row_dtype).ravel()) for name in names))
         for client_id, length in lengths.items():
             # Its own length is left out of the median, so that nobody vouches for himself in a small cohort.
-            moving = sorted(other for c, other in lengths.items() if c != client_id and other > 0.0)
+            others = (other for c, other in lengths.items() if c != client_id)
+            moving = sorted(other for other in (*others, *earlier) if other > 0.0)
             median = moving[(len(moving) - 1) // 2] if moving else 0.0
             if length > max(norm_screen * median, own) > 0.0:
                 refused[client_id] = (
-                    f"its {what} has length {length:.3g}, more than {norm_screen:g} times the others' median "
-                    f"{median:.3g} and more than the model's own length {own:.3g} (norm-screen)"
+                    f"its {what} has length {length:.3g}, more than {norm_screen:g} times the median "
+                    f"{median:.3g} of the others' and of recent ones, and more than the model's own length {own:.3g} "
+                    "(norm-screen)"
                 )
     return refused
 

@@ -13,6 +13,10 @@ from typer.testing import CliRunner
 from cli import engines, main
 from cli.app_folder import AppFolder
 from cli.errors import RunError
+from tests.interrupted_runs import at_message
+from tests.interrupted_runs import interrupt as interrupt_run
+from tests.interrupted_runs import run as run_app
+from tests.interrupted_runs import settings as settings_of_a_small_run
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,7 +46,7 @@ def test_the_simulation_gets_all_values_and_an_absolute_results_folder(fedpcd, s
         "compare-with": "fedavg",
         "results-dir": str(tmp_path.resolve() / "results"),
     }
-    assert size == {"nodes": 4, "cpus_per_client": 1}
+    assert size == {"nodes": 4, "cpus_per_client": 1, "gpus_per_client": 0.0}
 
 
 def test_a_relative_results_folder_is_meant_from_where_the_command_is_typed(fedpcd, simulation, tmp_path, monkeypatch):
@@ -99,7 +103,30 @@ def test_ctrl_c_exits_with_130_and_says_where_results_are(fedpcd, monkeypatch, t
     monkeypatch.setattr(main, "run_simulation", interrupt)
     done = fedpcd("run", ROOT, "--results-dir", tmp_path)
     assert done.exit_code == 130
-    assert done.stderr == f"fedpcd: interrupted; results so far: {tmp_path.resolve() / 'this'}\n"
+    made = tmp_path.resolve() / "this"
+    assert done.stderr == f"fedpcd: interrupted; results so far: {made} (to go on: fedpcd run . --resume {made})\n"
+
+
+def test_resume_takes_the_settings_of_the_run(fedpcd, simulation, tmp_path):
+    folder = tmp_path / "run"
+    settings = settings_of_a_small_run(tmp_path, "run")
+    with pytest.raises(KeyboardInterrupt):
+        run_app(settings, at_message(12, interrupt_run))
+    done = fedpcd("run", ROOT, "--resume", folder, "--results-dir", tmp_path)
+    assert done.exit_code == 0, done.output
+    [(_, changes, size)] = simulation
+    assert changes == {"resume": str(folder.resolve()), "results-dir": str(tmp_path.resolve())}
+    assert size["nodes"] == 5  # a quarter of that run's 20 clients
+    done = fedpcd("run", ROOT, "--resume", folder, "--engine", "in-process")
+    assert done.exit_code == 0, done.output
+    assert "fedpcd goes on after round 2" in done.output
+
+
+def test_resume_names_a_folder_that_holds_no_run_before_anything_is_started(fedpcd, simulation, tmp_path):
+    done = fedpcd("run", ROOT, "--resume", tmp_path / "typo")
+    assert done.exit_code == 2
+    assert "typo' does not exist" in done.stderr
+    assert simulation == []
 
 
 def test_ctrl_c_before_there_are_results_says_no_more(fedpcd, monkeypatch, tmp_path):

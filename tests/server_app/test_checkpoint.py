@@ -68,7 +68,7 @@ def test_everything_comes_back_bit_for_bit(store: CheckpointStore) -> None:
         "flag": True,
         "nothing": None,
     }
-    memory = Memory(state, {"b": row(2), "a": row(3)}, individual=True, searched=True)
+    memory = Memory(state, {"b": row(2), "a": row(3)}, individual=True, searched=True, lengths=(0.1, 2.5))
     store.save(Checkpoint(12, SETTINGS, model, memory, {"rounds.jsonl": 26}, 1.5))
     found = loaded(store)
     assert (found.round, found.results, found.seconds) == (12, {"rounds.jsonl": 26}, 1.5)
@@ -76,6 +76,7 @@ def test_everything_comes_back_bit_for_bit(store: CheckpointStore) -> None:
     assert found.memory.output is not None
     assert_same_bits(found.memory.output, memory.output or {})
     assert (found.memory.individual, found.memory.delivered, found.memory.searched) == (True, False, True)
+    assert found.memory.lengths == (0.1, 2.5)
     assert list(found.memory.state) == list(state)
     arrays = {key: value for key, value in state.items() if isinstance(value, np.ndarray)}
     assert_same_bits({key: found.memory.state[key] for key in arrays}, arrays)
