@@ -146,7 +146,7 @@ class Federation(LocalSuperLink):
             node["node-id"] for node in self._ask("supernode", "ls", "fedpcd")["nodes"] if node["status"] == "online"
         ]
 
-    def finish(self, run_id: int, seconds: float = 300) -> str:
+    def finish(self, run_id: int, seconds: float = 600) -> str:
         """Wait for the end of a run and return its status."""
         self.until(lambda: self.outcome(run_id)[0].startswith("finished"), "the run ends", seconds, pause=2)
         return self.outcome(run_id)[0]

@@ -20,6 +20,7 @@ from safetensors.numpy import load_file
 
 from cli.superlink import LocalSuperLink
 from client_app.app import app as client_app
+from server_app.config import ConfigError
 from server_app.experiment import ExperimentError, run_experiment
 from server_app.report import make_console
 from strategies.inprocess import InProcessGrid
@@ -112,7 +113,9 @@ def assert_bad_clients_cost_nothing(tmp_path: Path, plan: Plan, least: float, **
     without = run(config(tmp_path, run_name="without", **settings), intercept=silence(plan))
     for method in BOTH:
         assert_rejected_as_planned(attacked / method, plan)
-        assert [line["skipped"] for line in rounds_of(attacked / method)] == [False] * ROUNDS
+        skipped = [[line["skipped"] for line in rounds_of(folder / method)] for folder in (attacked, without)]
+        assert skipped[0] == skipped[1]  # a small cohort may have no honest client at all
+        assert len(skipped[0]) == ROUNDS
         ours, theirs = (accuracy_of(folder / method, plan.honest) for folder in (attacked, without))
         print(f"{method}: {ours:.4f} with the bad clients, {theirs:.4f} without, {len(plan.honest)} honest clients")
         assert abs(ours - theirs) <= 0.02
@@ -589,10 +592,17 @@ def test_a_run_survives_any_number_of_skipped_rounds_that_are_not_in_a_row(tmp_p
 
 
 def test_a_run_whose_every_round_has_too_few_replies_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ExperimentError, match="min-replies"):
-        run(small(tmp_path, min_replies=11))
+    silent = lambda message, context: InProcessGrid.SILENT if trains(message) == "1" else None  # noqa: E731
+    with pytest.raises(ExperimentError, match=r"too-few-replies.*min-replies=10"):
+        run(small(tmp_path, min_replies=10), intercept=silent)
     summary = json.loads((tmp_path / "run" / "fedpcd" / "summary.json").read_text())
     assert (summary["status"], summary["skipped-rounds"]) == ("failed", 3)
+
+
+def test_more_replies_than_a_cohort_has_clients_are_refused_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="min-replies=11 is not allowed: a cohort has 10 of the 10 clients"):
+        run(small(tmp_path, min_replies=11))
+    assert not (tmp_path / "run").exists()
 
 
 # ---- nodes that leave, come back and join ----
