@@ -262,6 +262,7 @@ def marked_processes(mark: str) -> list[int]:
 
 
 def free_port() -> int:
+    """Find a TCP port that nobody listens at."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

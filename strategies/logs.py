@@ -16,13 +16,16 @@ def log_rejections(what: str, accepted: int, rejections: tuple[Rejection, ...]) 
     """Log how many replies count, and why each of the others does not."""
     log(INFO, "%s: %s replies count, %s do not", what, accepted, len(rejections))
     for rejection in rejections:
-        log(WARNING, "\t> client %s (%s): %s", rejection.client_id, rejection.kind, rejection.reason)
+        log(WARNING, "\t> client %s (%s): %s", rejection.client_id, rejection.kind, _printable(rejection.reason))
 
 
 def last_line(text: str | None) -> str:
     """Return what an error text ends with: in simulation a reason is a whole traceback."""
     lines = [line.strip() for line in (text or "").strip().splitlines() if line.strip()]
     # Flower wraps a client's exception: "Exception ClientAppException occurred. Message: ...'>".
-    reason = _WRAPPER.sub(r"\1", lines[-1]) if lines else "unknown error"
-    # A terminal would obey control characters.
-    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in reason)
+    return _printable(_WRAPPER.sub(r"\1", lines[-1]) if lines else "unknown error")
+
+
+def _printable(text: str) -> str:
+    """A client's words without control characters, which a terminal would obey."""
+    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
