@@ -8,6 +8,7 @@ import ipaddress
 import json
 import os
 import re
+import secrets
 import shutil
 import sysconfig
 import tempfile
@@ -40,7 +41,8 @@ Hosts = Annotated[
 ]
 Days = Annotated[int, typer.Option(min=1, help="Validity of the SuperLink's certificate.")]
 
-_ALWAYS = ("localhost", "127.0.0.1")  # the SuperLink's own machine: register there, health checks, port forwarding
+# The SuperLink's own machine (registering there, health checks, port forwarding), and its name among containers.
+_ALWAYS = ("localhost", "127.0.0.1", "superlink")
 _DAYS = 825
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _LABEL = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)")
@@ -83,6 +85,7 @@ def init(
         _write(folder / "superlink" / "ca.crt", authority)
         _write(folder / "superlink" / "server.pem", server)
         _write(folder / "superlink" / "server.key", server_key, secret=True)
+        _write(folder / "superlink" / "executor.key", secrets.token_bytes(32), secret=True)
         _write(folder / "user" / "ca.crt", authority)
         _write(folder / "user" / "config.toml", _connection(CONNECTION, address, folder / "user" / "ca.crt").encode())
         for name in sites:
@@ -372,12 +375,17 @@ authority/ca.key signs the SuperLink's certificates. It stays here, is copied to
 Copy the other folders over an encrypted channel (scp -pr, rsync -a), each to the one machine that it is for: *.key are
 secrets. Every machine needs the app: pip install '.[app]'
 
-1. The SuperLink's machine gets the folder superlink/. There, in that folder:
+1. The SuperLink's machine gets the folder superlink/. There, in that folder, two processes:
 
      flower-superlink --host 0.0.0.0 --port {port} --database state.db --enable-supernode-auth \\
-       --ssl-ca-certfile ca.crt --ssl-certfile server.pem --ssl-keyfile server.key
+       --ssl-ca-certfile ca.crt --ssl-certfile server.pem --ssl-keyfile server.key \\
+       --isolation process --superexec-auth-secret-file executor.key --disable-runtime-dependency-installation
+     flower-superexec --runtime-api-address localhost:{port} --root-certificates ca.crt \\
+       --superexec-auth-secret-file executor.key
 
-   --database keeps nodes and runs when the SuperLink is started again. Results of runs are written on this machine.
+   The second runs the server's half of the app; executor.key keeps others from fetching that work. --database keeps
+   nodes and runs when the SuperLink is started again. Results of runs are written on this machine. Let only sites and
+   operators reach the port: Flower 1.42 does not ask users who they are, and whoever reaches it can start runs.
 
 2. Here (or wherever this whole folder is), once the SuperLink runs, and again after each add-site:
 

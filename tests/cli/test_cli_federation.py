@@ -65,6 +65,7 @@ def test_the_folder_holds_what_each_machine_needs_and_no_more(folder):
             "README.txt",
             "authority/ca.key",
             "superlink/ca.crt",
+            "superlink/executor.key",
             "superlink/server.key",
             "superlink/server.pem",
             *(f"sites/{name}/{file}" for name in ("site-a", "site-b") for file in site),
@@ -86,7 +87,7 @@ def test_secrets_are_readable_by_their_owner_alone_whatever_the_umask(tmp_path):
     finally:
         os.umask(old)
     keys = [*place.rglob("*.key")]
-    assert len(keys) == 4
+    assert len(keys) == 5
     assert {mode(key) for key in keys} == {0o600}
     assert {mode(path) for path in [place, *place.rglob("*")] if path.is_dir()} == {0o700}
 
@@ -263,7 +264,7 @@ def test_connect_leaves_another_connection_of_that_name_alone(folder, tmp_path, 
 def test_renew_keeps_the_names_adds_one_and_keeps_the_old_files(folder):
     before = files(folder)
     assert command("renew", folder, "--host", "10.0.0.6", "--days", 30).exit_code == 0
-    for host in ("fl.example.org", "10.0.0.5", "10.0.0.6", "localhost"):
+    for host in ("fl.example.org", "10.0.0.5", "10.0.0.6", "localhost", "superlink"):
         handshake(folder, host)
     old = [content for name, content in files(folder).items() if ".until-" in name]
     assert sorted(old) == sorted(before[f"superlink/server.{kind}"] for kind in ("pem", "key"))

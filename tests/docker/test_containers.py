@@ -29,9 +29,7 @@ class User:
         self.port = free_port()
         self.env = {**os.environ, "FLWR_HOME": str(folder / "user"), "FLWR_TELEMETRY_ENABLED": "0"}
         self.env |= {"FLWR_DISABLE_UPDATE_CHECK": "1", "PATH": f"{SCRIPTS}:{os.environ['PATH']}"}
-        options = (
-            f"--host localhost --host superlink --host fl.example.org --port {self.port} --site site-a --site site-b"
-        )
+        options = f"--host localhost --host fl.example.org --port {self.port} --site site-a --site site-b"
         self.fedpcd("init", str(self.federation), *options.split())
         self.fedpcd("connect", str(self.federation / "user"))
 
