@@ -126,9 +126,12 @@ def of_message(context: Context, message_type: str, config: Mapping[str, Any] | 
 
 def _folder(context: Context, config: Mapping[str, Any]) -> Path | None:
     if CLIENT_ID not in context.node_config:
-        # Only a simulated node, which shares the server's machine, follows it to a folder.
-        shared = config.get(protocol.CLIENT_STATE) or os.environ.get(STATE_DIR_VARIABLE)
-        return Path(str(shared)) if shared else None
+        # Only a simulated node follows the server to a folder, and only where that is on the same machine.
+        shared = config.get(protocol.CLIENT_STATE)
+        if isinstance(shared, str) and Path(shared).parent.is_dir():
+            return Path(shared)
+        simulation = os.environ.get(STATE_DIR_VARIABLE)
+        return Path(simulation) if simulation else None
     own, experiment = context.node_config.get(STATE_DIR), config.get(protocol.EXPERIMENT)
     if own is None or not isinstance(experiment, str):
         return None

@@ -15,7 +15,15 @@ from server_app.results import CONFIG, SUMMARY
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["CHANGEABLE", "InterruptedRun", "client_settings", "fixed_settings", "interrupted_run", "resumed_config"]
+__all__ = [
+    "CHANGEABLE",
+    "PLACES",
+    "InterruptedRun",
+    "client_settings",
+    "fixed_settings",
+    "interrupted_run",
+    "resumed_config",
+]
 
 CHANGEABLE: Final = frozenset(
     {
@@ -35,7 +43,8 @@ CHANGEABLE: Final = frozenset(
     }
 )
 """Run-config keys that say where and how long a run goes on; all others decide its numbers and stay as they were."""
-_PLACE: Final = frozenset({"results-dir", "run-name", "resume"})
+PLACES: Final = frozenset({"results-dir", "run-name", "resume"})
+"""Those of them that follow from the folder of the run."""
 _SEEN_BY_CLIENTS: Final = (*TaskConfig.keys(), "round-timeout")
 
 Value = bool | int | float | str

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from client_app.config import ConfigError
 from server_app.checkpoint import Checkpoint, CheckpointStore, settings_hash
 from server_app.results import ROUNDS, ResultsWriter, require_unused
-from server_app.resume import fixed_settings
+from server_app.resume import CHANGEABLE, PLACES, fixed_settings
 from strategies import protocol
 
 if TYPE_CHECKING:
@@ -63,9 +63,9 @@ class StrategyFolder:
         self._say = say
         self._store = CheckpointStore(path / _CHECKPOINTS, path, config.checkpoint_keep)
         self.checkpoint: Checkpoint | None = None
-        if earlier is not None:
+        if config.resume:
             require_unused(path)
-        if earlier is not None and not self._store.rounds and not _has_trained(path):
+        if config.resume and path.is_dir() and not self._store.rounds and not _has_trained(path):
             # It died before there was anything to go on with.
             shutil.rmtree(path)
             earlier = None
@@ -144,7 +144,7 @@ def _has_trained(path: Path) -> bool:
 
 
 def _still_true(earlier: Mapping[str, Any], now: Mapping[str, Any], say: Callable[[str], None]) -> Mapping[str, Any]:
-    """``config.json`` of a run that goes on: what it was made of, and clients that joined."""
+    """``config.json`` of a run that goes on: what it was made of, what may change, and clients that joined."""
     if earlier["hosting"] != now["hosting"]:
         raise ConfigError(
             f"resume: the run's clients were {earlier['hosting']!r}, these are {now['hosting']!r}: a simulation goes "
@@ -153,4 +153,8 @@ def _still_true(earlier: Mapping[str, Any], now: Mapping[str, Any], say: Callabl
     if earlier["code-hash"] != now["code-hash"]:
         say("the app's code is not that with which the run was started: later rounds may differ")
     joined = [client for client in now["client-ids"] if client not in earlier["client-ids"]]
-    return {**earlier, "client-ids": [*earlier["client-ids"], *joined]}
+    settings = {
+        key: now["run-config"][key] if key in CHANGEABLE - PLACES else value
+        for key, value in earlier["run-config"].items()
+    }
+    return {**earlier, "run-config": settings, "client-ids": [*earlier["client-ids"], *joined]}

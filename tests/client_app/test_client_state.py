@@ -162,6 +162,7 @@ def test_simulated_clients_use_the_folder_of_the_run_or_of_the_simulation(
     monkeypatch.delenv(STATE_DIR_VARIABLE, raising=False)
     assert place(SIMULATED, {}) is None
     assert place(SIMULATED, {"client-state": str(tmp_path)}) == tmp_path
+    assert place(SIMULATED, {"client-state": "/on/another/machine"}) is None
     monkeypatch.setenv(STATE_DIR_VARIABLE, "/shared")
     assert place(SIMULATED, {}) == Path("/shared")
     assert place(SIMULATED, {"client-state": str(tmp_path)}) == tmp_path

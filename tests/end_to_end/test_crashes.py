@@ -22,8 +22,8 @@ SITES = {"site-a": 3, "site-b": 17, "site-c": 29}
 """Names of the sites, and which part of the data each holds."""
 SETTINGS: dict[str, Any] = {
     "num-server-rounds": 4,
-    "fraction-train": 1.0,
-    "tau": 0.1,
+    "fraction-train": 0.67,  # the third client's update is in the history
+    "tau": 0.5,
     "min-nodes": len(SITES),
     "evaluate-every": 100,
 }
@@ -75,7 +75,7 @@ def test_a_killed_clientapp_and_a_killed_supernode_cost_one_round_of_two_clients
     federation: Federation, tmp_path: Path
 ) -> None:
     before = federation.online()
-    run_id, folder = begin(federation, tmp_path, local_epochs=6000, round_timeout=300)
+    run_id, folder = begin(federation, tmp_path, fraction_train=1.0, local_epochs=6000, round_timeout=300)
     federation.until(lambda: rounds(folder) == [0, 1], "round 1 ends")
     os.kill(training(federation, "site-b", folder), signal.SIGKILL)
     training(federation, "site-c", folder)
@@ -120,8 +120,8 @@ def test_a_run_whose_superlink_was_killed_is_failed_and_its_resumption_gives_the
     federation.until(lambda: len(rounds(folder)) >= 3, "round 2 ends")
     federation.kill_superlink()
     federation.restart_superlink()
-    federation.until(lambda: sorted(federation.online()) == sorted(before), "the nodes are back")
     assert_resumable(federation, run_id, folder, uninterrupted)
+    assert sorted(federation.online()) == sorted(before)  # the same node ids, without a restart
 
 
 def assert_resumable(federation: Federation, run_id: int, folder: Path, uninterrupted: dict[str, Any]) -> None:
@@ -129,7 +129,7 @@ def assert_resumable(federation: Federation, run_id: int, folder: Path, uninterr
     assert federation.finish(run_id, UNATTENDED + 60) == "finished:failed"
     finished = lines_of(folder / "rounds.jsonl")
     assert [line["round"] for line in finished] == [*range(len(finished))]
-    assert not (folder / "model.safetensors").exists() or len(finished) < 1 + SETTINGS["num-server-rounds"]
+    assert 3 <= len(finished) <= SETTINGS["num-server-rounds"]
     second = federation.submit({"resume": str(folder.parent)})
     assert federation.finish(second) == "finished:completed", federation.outcome(second)
     lines = lines_of(folder / "rounds.jsonl")

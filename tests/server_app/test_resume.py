@@ -58,7 +58,7 @@ def picture() -> None:
 def no_picture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes longer than these runs."""
     if "picture" not in request.fixturenames:
-        monkeypatch.setattr("server_app.experiment.compare", lambda folders: ("", "none"))
+        monkeypatch.setattr("server_app.experiment.compare", lambda folders, place: ("", "none"))
 
 
 @pytest.mark.parametrize("method", sorted(RULES))
@@ -94,6 +94,14 @@ def test_a_run_that_died_before_its_first_checkpoint_starts_anew_in_its_folder(t
     folder = interrupted(tmp_path, message=3)
     resume(folder)
     assert outcome(folder / "fedpcd") == expected
+
+
+def test_a_strategy_of_which_there_is_no_more_than_a_folder_starts_anew(tmp_path: Path) -> None:
+    folder = interrupted(tmp_path, message=ROUNDS * COHORT + 1, compare_with="fedavg")
+    (folder / "fedpcd" / "config.json").unlink()
+    shutil.rmtree(folder / "fedpcd" / "checkpoints")
+    resume(folder)
+    assert outcome(folder / "fedpcd") == uninterrupted()
 
 
 def test_a_run_that_died_after_its_last_round_only_has_to_be_closed(
@@ -141,6 +149,7 @@ def test_a_run_can_be_prolonged_when_it_is_resumed(tmp_path: Path) -> None:
     folder = interrupted(tmp_path)
     resume(folder, num_server_rounds=ROUNDS + 2)
     assert outcome(folder / "fedpcd") == expected
+    assert load_run(folder / "fedpcd").config["run-config"]["num-server-rounds"] == ROUNDS + 2
 
 
 # ---- what is damaged ----
