@@ -145,12 +145,12 @@ class Federation(LocalSuperLink):
             node["node-id"] for node in self._ask("supernode", "ls", "fedpcd")["nodes"] if node["status"] == "online"
         ]
 
-    def finish(self, run_id: int, seconds: float = 600) -> str:
+    def finish(self, run_id: int, seconds: float = 900) -> str:
         """Wait for the end of a run and return its status."""
         self.until(lambda: self.outcome(run_id)[0].startswith("finished"), "the run ends", seconds, pause=2)
         return self.outcome(run_id)[0]
 
-    def until(self, condition: Callable[[], Any], what: str, seconds: float = 300, pause: float = 0.5) -> float:
+    def until(self, condition: Callable[[], Any], what: str, seconds: float = 600, pause: float = 0.5) -> float:
         """Wait until something is the case; returns how long that took."""
         began = time.monotonic()
         while not condition():

@@ -16,7 +16,7 @@ from tests.end_to_end.federation import Federation, has_loaded, in_process, line
 from tests.end_to_end.test_engines_agree import model_of
 from tests.support import assert_same_bits
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 SITES = {"site-a": 3, "site-b": 17, "site-c": 29}
 """Names of the sites, and which part of the data each holds."""
@@ -126,7 +126,7 @@ def test_a_run_whose_superlink_was_killed_is_failed_and_its_resumption_gives_the
 
 def assert_resumable(federation: Federation, run_id: int, folder: Path, uninterrupted: dict[str, Any]) -> None:
     """Wait until a killed run is failed, resume it, and hold the whole against the uninterrupted run."""
-    assert federation.finish(run_id, UNATTENDED + 60) == "finished:failed"
+    assert federation.finish(run_id, UNATTENDED + 120) == "finished:failed"
     finished = lines_of(folder / "rounds.jsonl")
     assert [line["round"] for line in finished] == [*range(len(finished))]
     assert 3 <= len(finished) <= SETTINGS["num-server-rounds"]
