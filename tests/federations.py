@@ -63,7 +63,9 @@ def run_legacy(name: str, rounds: int = 3, nodes: int = 3, tamper: Tamper | None
     run, names = Run(), list(initial_model())
     models: dict[int, list[np.ndarray]] = {}
     grid = InProcessGrid(legacy_client(names, tamper), nodes)
-    keywords = {"fraction_fit": 0.5, "min_fit_clients": 1, "num_rounds": rounds, **OURS, **run.hooks(), **kw}
+    # On a busy machine Flower's threads take longer than a second to hand over a node's answer.
+    patient = {**OURS, "wait_timeout": 20.0}
+    keywords = {"fraction_fit": 0.5, "min_fit_clients": 1, "num_rounds": rounds, **patient, **run.hooks(), **kw}
     # Flower's own thread registers the nodes one by one: without this a first round may begin with two of three.
     keywords.setdefault("min_available_clients", max(2, nodes))
     strategy = legacy.METHODS[name](
