@@ -10,8 +10,8 @@ from server_app.config import ConfigError, ServerConfig
 from server_app.evaluation import ServerEvaluation, initial_arrays
 from server_app.progress import quiet_loop
 from server_app.report import PICTURE, compare, make_console
-from server_app.results import default_run_name, new_run_folder
 from server_app.resume import client_settings, interrupted_run, resumed_config
+from server_app.run_folder import default_run_name, new_run_folder
 from server_app.strategy_folder import StrategyFolder
 from server_app.strategy_run import ExperimentError, StrategyRun
 from strategies import METHODS, cohort

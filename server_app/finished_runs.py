@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from server_app.results import CLIENTS, CONFIG, ROUNDS, SCHEMA_VERSION, SUMMARY
+from server_app.result_files import CLIENTS, CONFIG, ROUNDS, SCHEMA_VERSION, SUMMARY
 from strategies import METHODS
 
 if TYPE_CHECKING:

@@ -2,140 +2,50 @@
 
 from __future__ import annotations
 
-import csv
-import fcntl
 import importlib.metadata
-import io
 import json
 import math
 import os
 import platform
-import re
 import time
 from collections import Counter, defaultdict
-from contextlib import suppress
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
-import numpy as np
-from safetensors.numpy import save as save_safetensors
-
-from client_app.config import ConfigError
 from server_app.fairness import Fairness, fairness
+from server_app.result_files import (
+    CLIENTS,
+    CONFIG,
+    MODEL,
+    REJECTIONS,
+    ROUNDS,
+    SCHEMA_VERSION,
+    SUMMARY,
+    csv_line,
+    json_line,
+    write_json,
+    write_model,
+)
+from server_app.run_folder import lock
 from strategies.protocol import ACCURACY, LOSS, NUM_EXAMPLES
 from strategies.rules import client_order
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+    from pathlib import Path
     from types import TracebackType
 
     from flwr.app import ArrayRecord
 
     from strategies.reports import Rejection, RoundReport
 
-__all__ = [
-    "CLIENTS",
-    "CONFIG",
-    "MODEL",
-    "REJECTIONS",
-    "ROUNDS",
-    "SCHEMA_VERSION",
-    "SUMMARY",
-    "ResultsWriter",
-    "default_run_name",
-    "new_run_folder",
-    "require_unused",
-    "versions",
-]
-
-SCHEMA_VERSION: Final = 1
-"""Version of the format; a change that breaks a reader raises it."""
-
-CONFIG: Final = "config.json"
-ROUNDS: Final = "rounds.jsonl"
-CLIENTS: Final = "clients.csv"
-REJECTIONS: Final = "rejections.jsonl"
-MODEL: Final = "model.safetensors"
-SUMMARY: Final = "summary.json"
+__all__ = ["ResultsWriter", "versions"]
 
 _GROWING: Final = (ROUNDS, REJECTIONS, CLIENTS)
 _CLIENT_COLUMNS = ("round", "client_id", "accuracy", "loss", "num_examples")
 _AVERAGED_EVALUATIONS = 10
 _AVERAGED_METRICS = ("mean", "sigma-c", "worst-10", "best-10", "jain")
 _PACKAGES = ("fedpcd", "flwr", "torch", "numpy", "proxsuite")
-_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-
-
-def default_run_name(dataset: str, strategy: str, seed: int) -> str:
-    """Name a run after what it runs and when.
-
-    Parameters
-    ----------
-    dataset, strategy : str
-        Names as in the run config.
-    seed : int
-        The run's seed.
-
-    Returns
-    -------
-    str
-        ``<dataset>-<strategy>-seed<seed>-<UTC time>``, e.g. ``digits-fedpcd-seed0-20260131T154500Z``.
-    """
-    return f"{dataset}-{strategy}-seed{seed}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
-
-
-def new_run_folder(results_dir: Path, run_name: str, *, automatic: bool = False) -> Path:
-    """Create the folder of one run; an existing one is never touched.
-
-    Parameters
-    ----------
-    results_dir : Path
-        Absolute folder of all runs; created if missing.
-    run_name : str
-        Name of the new folder in it.
-    automatic : bool
-        True when the name was made by `default_run_name`: two runs in one second then get ``-2``, ``-3``, ...
-
-    Returns
-    -------
-    Path
-        The new, empty folder.
-
-    Raises
-    ------
-    ConfigError
-        If the name is no plain folder name, is taken, or the folder cannot be created; names the run-config
-        key.
-    """
-    if not _RUN_NAME.fullmatch(run_name):
-        raise ConfigError(
-            f"run-name={run_name!r} is no folder name: use letters, digits, '.', '_' and '-', "
-            "starting with a letter or digit"
-        )
-    try:
-        results_dir.mkdir(parents=True, exist_ok=True)
-        return _new_folder(results_dir, run_name, automatic=automatic)
-    except FileExistsError as error:
-        if not results_dir.is_dir():
-            raise ConfigError(f"results-dir={str(results_dir)!r} is a file: give a folder") from error
-        raise ConfigError(
-            f"run-name={run_name!r} is taken: {results_dir / run_name} exists and results are never "
-            "overwritten; choose another run-name, or leave it empty for a name with the time"
-        ) from error
-    except OSError as error:
-        raise ConfigError(
-            f"results-dir={str(results_dir)!r} is unusable: {error}; give a folder that this process may write to"
-        ) from error
-
-
-def _new_folder(results_dir: Path, name: str, *, automatic: bool) -> Path:
-    """Create the folder; a taken name that the clock made gets a number."""
-    for candidate in (name, *(f"{name}-{number}" for number in range(2, 100) if automatic)):
-        with suppress(FileExistsError):
-            (results_dir / candidate).mkdir()
-            return results_dir / candidate
-    raise FileExistsError(name)
 
 
 def versions() -> dict[str, str | None]:
@@ -196,11 +106,11 @@ class ResultsWriter:
         self._finished = False
         self._last_line = 0
         self._files = {name: (folder / name).open("x+b" if resumed is None else "r+b") for name in _GROWING}
-        _lock(self._files[ROUNDS], folder)
+        lock(self._files[ROUNDS], folder)
         started = {"schema-version": SCHEMA_VERSION, "started": _now(), "versions": versions()}
         if resumed is None:
             write_json(folder / CONFIG, {**started, **config})
-            self._append(CLIENTS, _csv_line(_CLIENT_COLUMNS))
+            self._append(CLIENTS, csv_line(_CLIENT_COLUMNS))
         else:
             (folder / SUMMARY).unlink(missing_ok=True)
             write_json(folder / CONFIG, config)
@@ -296,7 +206,7 @@ class ResultsWriter:
                 "kind": rejection.kind,
                 "reason": rejection.reason,
             }
-            self._append(REJECTIONS, _json_line(record))
+            self._append(REJECTIONS, json_line(record))
 
     def record_evaluation(
         self,
@@ -333,7 +243,7 @@ class ResultsWriter:
                 float(values[LOSS]),
                 int(values[NUM_EXAMPLES]),
             )
-            rows.append(_csv_line(row))
+            rows.append(csv_line(row))
         self._append(CLIENTS, b"".join(rows))
 
         result = fairness({client: float(values[ACCURACY]) for client, values in metrics.items()}) if metrics else None
@@ -399,7 +309,7 @@ class ResultsWriter:
         server_round = line["round"]
         if server_round in self._rounds and server_round != max(self._rounds):
             raise ValueError(f"round {server_round} is over: its line in {ROUNDS} cannot change any more")
-        encoded = _json_line(line)
+        encoded = json_line(line)
         file = self._files[ROUNDS]
         if server_round in self._rounds:
             file.seek(self._last_line)
@@ -413,100 +323,8 @@ class ResultsWriter:
         self._files[name].flush()
 
 
-def require_unused(folder: Path) -> None:
-    """Make sure that no other process is writing to a strategy's folder.
-
-    Parameters
-    ----------
-    folder : Path
-        The folder; it may lack files.
-
-    Raises
-    ------
-    ConfigError
-        If one is.
-    """
-    with suppress(FileNotFoundError), (folder / ROUNDS).open("rb") as file:
-        _lock(file, folder)
-
-
-def _lock(file: io.BufferedIOBase, folder: Path) -> None:
-    """Hold a folder until the file is closed, which the end of the process does too."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ConfigError(f"{folder} is in use: the run there is still going on, or was resumed already") from None
-    except OSError:  # A file system without locks is no reason not to run.
-        return
-
-
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file at once: a reader sees the old file or the whole new one.
-
-    Parameters
-    ----------
-    path : Path
-        The file.
-    content : mapping
-        JSON-able; numbers that JSON cannot hold (NaN, infinities) become null.
-    """
-    text = json.dumps(_jsonable(content), indent=2, ensure_ascii=False, allow_nan=False)
-    _write_atomically(path, text.encode() + b"\n")
-
-
-def write_model(path: Path, arrays: ArrayRecord) -> None:
-    """Write a model as safetensors; names, shapes (0-dimensional ones too) and dtypes stay as they are.
-
-    Parameters
-    ----------
-    path : Path
-        The file.
-    arrays : ArrayRecord
-        The model. safetensors keeps no order, so the order of the names goes into the metadata, ``order``.
-    """
-    tensors = {name: np.asarray(array.numpy(), order="C") for name, array in arrays.items()}
-    metadata = {"order": json.dumps(list(tensors))}
-    _write_atomically(path, save_safetensors(tensors, metadata=metadata))
-
-
-def _write_atomically(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _json_line(content: Mapping[str, Any]) -> bytes:
-    # Clients' words may hold what UTF-8 cannot; it becomes JSON's own escape.
-    return json.dumps(_jsonable(content), ensure_ascii=False, allow_nan=False).encode(errors="backslashreplace") + b"\n"
-
-
-def _jsonable(value: Any) -> Any:
-    """Copy with JSON's types only; NaN and infinities become null. Other types fail in `json.dumps`."""
-    if isinstance(value, np.generic | np.ndarray):
-        value = value.tolist()
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): _jsonable(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_jsonable(item) for item in value]
-    return value
-
-
-def _csv_line(values: Iterable[object]) -> bytes:
-    buffer = io.StringIO()
-    csv.writer(buffer, lineterminator="\n").writerow(values)
-    return buffer.getvalue().encode()
 
 
 def _line_without_training(server_round: int) -> dict[str, Any]:

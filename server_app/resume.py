@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from client_app.config import ConfigError, TaskConfig
 from server_app.config import ServerConfig
 from server_app.finished_runs import ResultsError, find_runs
-from server_app.results import CONFIG, SUMMARY
+from server_app.result_files import CONFIG, SUMMARY
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

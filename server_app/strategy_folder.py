@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from client_app.config import ConfigError
 from server_app.checkpoint import Checkpoint, CheckpointStore, settings_hash
-from server_app.results import ROUNDS, ResultsWriter, require_unused
+from server_app.result_files import ROUNDS
+from server_app.results import ResultsWriter
 from server_app.resume import CHANGEABLE, PLACES, fixed_settings
+from server_app.run_folder import require_unused
 from strategies import protocol
 
 if TYPE_CHECKING:

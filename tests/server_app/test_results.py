@@ -12,7 +12,9 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from server_app.config import ConfigError
-from server_app.results import ResultsWriter, default_run_name, new_run_folder, versions, write_json
+from server_app.result_files import write_json
+from server_app.results import ResultsWriter, versions
+from server_app.run_folder import default_run_name, new_run_folder
 from strategies.protocol import ACCURACY, LOSS, NUM_EXAMPLES, TRAIN_LOSS
 from strategies.reports import Rejection, RoundReport
 
