@@ -15,11 +15,13 @@ help: ## show the targets
 demo: $(VENV)/.app ## FedPCD beside FedAvg on real images, 100 clients: table and picture (installation a few minutes, then about a minute)
 	$(BIN)/fedpcd run . --compare-with fedavg
 
-# Federations of real processes mostly wait for each other, so their tests run beside the others and give way to them.
+# Federations of real processes mostly wait for each other, so their tests run beside the others and give way to them. In a
+# process group of their own (set -m) they can be interrupted; a shell's background processes otherwise ignore Ctrl-C.
 FEDERATIONS := tests/docker tests/end_to_end/test_secure_federation.py tests/end_to_end/test_crashes.py tests/end_to_end/test_own_data.py
 
 test: lint ## every check: linters, types, tests, coverage
-	@nice -n 15 $(BIN)/python -m pytest -q -p no:cacheprovider --durations=10 $(FEDERATIONS) > .federations.log 2>&1 & beside=$$!; failed=0; \
+	@set -m; nice -n 15 $(BIN)/python -m pytest -q -p no:cacheprovider --durations=10 $(FEDERATIONS) > .federations.log 2>&1 & beside=$$!; set +m; \
+	trap 'kill -INT $$beside' INT; failed=0; \
 	$(BIN)/python -m pytest --cov --cov-report=term --durations=25 $(addprefix --ignore=,$(FEDERATIONS)) || failed=1; \
 	wait $$beside || failed=1; cat .federations.log; exit $$failed
 

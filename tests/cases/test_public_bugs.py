@@ -124,7 +124,9 @@ def test_d5_one_hostile_model_is_screened_out_and_its_sender_named(runner, metho
 
     attacked = runner(method, tamper=attack, **everyone(runner))
     assert [(j.client_id, j.kind) for j in attacked.rounds[0].rejections] == [("5", "invalid")]
-    assert_same_bits(attacked.model, runner(method, tamper=absent, **everyone(runner)).model)
+    without = runner(method, tamper=absent, **everyone(runner))
+    assert [r.accepted for r in attacked.rounds] == [r.accepted for r in without.rounds], without.rounds
+    assert_same_bits(attacked.model, without.model)
 
 
 @BOTH
@@ -178,9 +180,8 @@ def test_d9_one_clients_exception_is_named_and_the_round_goes_on(runner, method)
     run = runner(method, tamper=boom, **everyone(runner))
     for report in run.rounds:
         assert not report.skipped
-        (rejection,) = report.rejections
-        assert (rejection.client_id, rejection.kind) == ("1", "error")
-        assert "boom" in rejection.reason
+        assert [(j.client_id, j.kind) for j in report.rejections] == [("1", "error")], report.rejections
+        assert "boom" in report.rejections[0].reason
 
 
 @METHODS

@@ -147,7 +147,7 @@ class Federation(LocalSuperLink):
 
     def finish(self, run_id: int, seconds: float = 900) -> str:
         """Wait for the end of a run and return its status."""
-        self.until(lambda: self.outcome(run_id)[0].startswith("finished"), "the run ends", seconds, pause=2)
+        self.until(lambda: self.outcome(run_id)[0].startswith("finished"), "the run ends", seconds, pause=4)
         return self.outcome(run_id)[0]
 
     def until(self, condition: Callable[[], Any], what: str, seconds: float = 600, pause: float = 0.5) -> float:

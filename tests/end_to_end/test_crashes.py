@@ -16,13 +16,7 @@ from tests.end_to_end.federation import Federation, has_loaded, in_process, line
 from tests.end_to_end.test_engines_agree import model_of
 from tests.support import assert_same_bits
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(
-        "FEDPCD_CRASHES" not in os.environ, reason="not reliable yet on a busy machine: FEDPCD_CRASHES=1 runs it"
-    ),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 SITES = {"site-a": 3, "site-b": 17, "site-c": 29}
 """Names of the sites, and which part of the data each holds."""
@@ -81,16 +75,13 @@ def test_a_killed_clientapp_and_a_killed_supernode_cost_one_round_of_two_clients
     federation: Federation, tmp_path: Path
 ) -> None:
     before = federation.online()
-    run_id, folder = begin(federation, tmp_path, fraction_train=1.0, local_epochs=6000, round_timeout=300)
+    run_id, folder = begin(federation, tmp_path, fraction_train=1.0, local_epochs=6000, round_timeout=100)
     federation.until(lambda: rounds(folder) == [0, 1], "round 1 ends")
     os.kill(training(federation, "site-b", folder), signal.SIGKILL)
     training(federation, "site-c", folder)
     federation.kill_node("site-c")
-    killed = time.monotonic()
     federation.return_node("site-c")
-    back = time.monotonic() - killed
     assert federation.finish(run_id) == "finished:completed", federation.outcome(run_id)
-    print(f"site-c back after {back:.0f} s")
     lines = lines_of(folder / "rounds.jsonl")
     assert [line["round"] for line in lines] == [0, 1, 2, 3, 4]
     assert lines[1]["accepted"] == sorted(SITES)
@@ -99,8 +90,10 @@ def test_a_killed_clientapp_and_a_killed_supernode_cost_one_round_of_two_clients
     refused = {line["client_id"]: line for line in lines_of(folder / "rejections.jsonl")}
     assert "ClientApp stopped responding" in refused["site-b"]["reason"]
     assert (refused["site-b"]["round"], refused["site-b"]["kind"]) == (2, "error")
-    assert refused["site-c"]["round"] == 2
-    assert lines[3]["accepted"] == ["site-a", "site-b"] or lines[3]["accepted"] == sorted(SITES)
+    # Flower reports the loss only if the server looks while the node is away; a node that is back in between has
+    # forgotten the message, which the server then awaits until the round's deadline.
+    assert (refused["site-c"]["round"], refused["site-c"]["kind"] in ("error", "silent")) == (2, True)
+    assert {"site-a", "site-b"} <= set(lines[3]["accepted"])
     assert lines[4]["accepted"] == sorted(SITES)
     assert sorted(federation.online()) == sorted(before)
     summary = json.loads((folder / "summary.json").read_text())

@@ -51,10 +51,11 @@ def test_rounds_of_the_app_keep_the_memory_of_the_first_thirty(tmp_path: Path) -
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("method", ["fedpcd", "fedlf"])
 def test_rows_of_four_megabytes_are_dropped_when_they_leave_the_window(method: str, tmp_path: Path) -> None:
-    # One of the five rows of a round kept would be 4 MiB per round, 200 MiB in all.
+    # One of the five rows of a round kept would be 4 MiB per round, 200 MiB in all. How many of the twenty clients are
+    # in the window varies, which alone makes up to a third of a MiB per round.
     samples = measured(tmp_path, "--method", method, "--megabytes", "4", "--rounds", "60")
     assert growth(samples) < 0.05
-    assert slope(samples) < 0.25 * 2**20
+    assert slope(samples) < 2**20
     assert_steady(samples)
 
 
@@ -81,7 +82,8 @@ def test_two_simulations_in_ray_from_one_process_leave_nothing_behind(tmp_path: 
     assert_nothing_left(samples, warm=1)
 
 
-def test_the_measurement_sees_what_is_kept() -> None:
+def keep_a_megabyte_per_sample() -> None:
+    """Hold the measurement against what is known; runs in a process of its own."""
     kept, samples = [], []
     for number in range(4 * WINDOW):
         kept.append(os.urandom(2**20))
@@ -91,3 +93,10 @@ def test_the_measurement_sees_what_is_kept() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         assert sample(0).files == samples[-1].files + 1
         assert server.getsockname()[1] in listening([os.getpid()])
+
+
+def test_the_measurement_sees_what_is_kept() -> None:
+    # A process that has run other tests keeps what it takes now in memory that it took before.
+    code = "from tests.end_to_end.test_endurance import keep_a_megabyte_per_sample as check; check()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

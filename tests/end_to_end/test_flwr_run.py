@@ -210,7 +210,14 @@ def test_fedpcd_run_leaves_nothing_behind_when_it_is_ended(user, tmp_path, numbe
     command = [sys.executable, "-m", "cli.main", "run", str(ROOT), "-c", "num-server-rounds=1000"]
     env = user | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
-        command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=tmp_path,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # Tests that a shell started in the background ignore Ctrl-C, and so would what they start.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
         assert any(line.startswith("round    1/1000") for line in process.stdout)
         mine = folders_of(user)
