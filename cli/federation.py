@@ -220,10 +220,15 @@ def renew(
         hosts = list(dict.fromkeys([*credentials.hosts_of((place / "server.pem").read_bytes()), *more]))
         server_key, server = _server_certificate(key.read_bytes(), (place / "ca.crt").read_bytes(), hosts, days)
         until = time.strftime("until-%Y%m%dT%H%M%SZ", time.gmtime())
-        for name in ("server.pem", "server.key"):
-            (place / name).rename(place / f"{name}.{until}")
-        _write(place / "server.pem", server)
-        _write(place / "server.key", server_key, secret=True)
+        new = {"server.pem": server, "server.key": server_key}
+        for name, content in new.items():
+            (place / f".new-{name}").unlink(missing_ok=True)  # of a renewal that was interrupted
+            _write(place / f".new-{name}", content, secret=name == "server.key")
+        # Both new files are complete: at no moment from here on is one of the names without a file.
+        for name in new:
+            shutil.copy2(place / name, place / f"{name}.{until}")
+        for name in new:
+            (place / f".new-{name}").replace(place / name)
         print(f"{place}: a new server.pem and server.key for {', '.join(hosts)}, valid for {days} days")
         print("next: copy both to the SuperLink's machine and start the SuperLink again")
 

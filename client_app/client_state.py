@@ -17,7 +17,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -41,6 +41,7 @@ STATE_DIR: Final = "state-dir"
 """Node-config key (str): folder, absolute or starting with ``~``, in which a deployed client keeps its memory."""
 
 _TRAINING: Final = "training"
+_RESUMPTIONS: Final = "resumptions"
 _LONGEST_NAME: Final = 150
 _KINDS: Final[dict[str, type[Record]]] = {"a": ArrayRecord, "c": ConfigRecord, "m": MetricRecord}
 
@@ -58,29 +59,49 @@ class FolderState(RecordDict):
         A client that trains continues from earlier rounds, one that evaluates knows this round's training too.
     needed_since : int
         Oldest round at which the server may still resume: what is only of use before it is removed.
+    resumed_after : sequence of int
+        Rounds after which the run was resumed so far; what was noted after them until then is removed.
     """
 
-    def __init__(self, folder: Path, server_round: int, *, training: bool, needed_since: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        server_round: int,
+        *,
+        training: bool,
+        needed_since: int = 0,
+        resumed_after: Sequence[int] = (),
+    ) -> None:
         super().__init__()
         self.folder = folder
         self.server_round = server_round
         self.newest = server_round - 1 if training else server_round
         self.needed_since = needed_since
+        self.resumed_after = tuple(resumed_after)
 
     def read(self, client_id: str) -> dict[str, Record]:
         """Return a client's records as of this message."""
-        rounds = [number for number in self._rounds(client_id) if number <= self.newest]
-        return _read_file(self._file(client_id, rounds[-1])) if rounds else {}
+        for number in reversed(self._rounds(client_id)):
+            if number <= self.newest and self._counts(client_id, number):
+                return _read_file(self._file(client_id, number))
+        return {}
 
     def write(self, client_id: str, records: Mapping[str, Record]) -> None:
         """Note a client's records as those of this round, which this message sees from now on."""
         target = self._file(client_id, self.server_round)
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _write_file(target, records)
+        _write_file(target, records, len(self.resumed_after))
         self.newest = self.server_round
-        before = [number for number in self._rounds(client_id) if number <= self.needed_since]
-        for number in before[:-1]:
+        rounds = self._rounds(client_id)
+        abandoned = [number for number in rounds if not self._counts(client_id, number)]
+        before = [number for number in rounds if number <= self.needed_since and number not in abandoned]
+        for number in (*abandoned, *before[:-1]):
             self._file(client_id, number).unlink(missing_ok=True)
+
+    def _counts(self, client_id: str, number: int) -> bool:
+        """Whether a note of that round is part of the run: it was not resumed from before that round since then."""
+        later = self.resumed_after[_resumptions(self._file(client_id, number)) :]
+        return all(number <= resumed for resumed in later)
 
     def _rounds(self, client_id: str) -> list[int]:
         folder = self._file(client_id, 0).parent
@@ -113,6 +134,7 @@ def of_message(context: Context, message_type: str, config: Mapping[str, Any] | 
         If the node's ``state-dir`` is relative.
     """
     server_round, since = config.get(protocol.SERVER_ROUND), config.get(protocol.RESUMABLE_SINCE)
+    resumed = config.get(protocol.RESUMED_AFTER)
     folder = _folder(context, config)
     if folder is None or not isinstance(server_round, int):
         return context.state
@@ -121,6 +143,7 @@ def of_message(context: Context, message_type: str, config: Mapping[str, Any] | 
         server_round,
         training=message_type.partition(".")[0] == MessageType.TRAIN,
         needed_since=since if isinstance(since, int) else 0,
+        resumed_after=[number for number in resumed if isinstance(number, int)] if isinstance(resumed, list) else (),
     )
 
 
@@ -205,7 +228,7 @@ def _file_name(identifier: str) -> str:
     return f"c-{name}" if len(name) <= _LONGEST_NAME else f"h-{hashlib.sha256(identifier.encode()).hexdigest()}"
 
 
-def _write_file(path: Path, records: Mapping[str, Record]) -> None:
+def _write_file(path: Path, records: Mapping[str, Record], resumptions: int) -> None:
     tensors: dict[str, np.ndarray[Any, Any]] = {}
     entries: list[tuple[str, str, Any]] = []
     for name, record in records.items():
@@ -215,16 +238,27 @@ def _write_file(path: Path, records: Mapping[str, Record]) -> None:
             content = {key: f"{len(entries)}/{number}" for number, key in enumerate(record)}
             tensors |= {content[key]: np.asarray(array.numpy(), order="C") for key, array in record.items()}
         entries.append((name, kind, content))
-    encoded = to_safetensors(tensors, metadata={"records": json.dumps(entries)})
+    encoded = to_safetensors(tensors, metadata={"records": json.dumps(entries), _RESUMPTIONS: str(resumptions)})
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(encoded)
+            file.flush()
+            os.fsync(file.fileno())
         Path(temporary).replace(path)
     except BaseException:
         with suppress(FileNotFoundError):
             Path(temporary).unlink()
         raise
+
+
+def _resumptions(path: Path) -> int:
+    """How often the run had been resumed when a file was written."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return int(file.metadata().get(_RESUMPTIONS, 0))
+    except (SafetensorError, AttributeError, ValueError):
+        return 0  # damaged, which shows when it is read
 
 
 def _read_file(path: Path) -> dict[str, Record]:

@@ -70,6 +70,8 @@ def _list(folder: Path, classes: Sequence[str]) -> list[tuple[str, int]]:
         raise DataNotFoundError(f"{folder} holds no folder of a class: {expected}")
     labels = {name: label for label, name in enumerate(classes) if name in present}
     found: list[tuple[str, int]] = make_dataset(str(folder), labels, EXTENSIONS, allow_empty=True)
+    # What file managers and notebooks put beside images: ._x.png, .thumbnails/, .ipynb_checkpoints/.
+    found = [(path, label) for path, label in found if not _is_hidden(Path(path).relative_to(folder))]
     missing = set(labels.values()) - {label for _, label in found}
     if missing:
         raise DataError(
@@ -77,6 +79,10 @@ def _list(folder: Path, classes: Sequence[str]) -> list[tuple[str, int]]:
             "folder if the site has none of this class"
         )
     return found
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
 
 
 def _decode(examples: list[tuple[str, int]], shape: tuple[int, int, int]) -> Split:

@@ -17,6 +17,9 @@ from client_app.hosting import CLIENT_ID
 ROUND_TIMEOUT = "round-timeout"
 """Run-config key (float): seconds that the server waits for a round's replies; whoever takes longer works in vain."""
 
+_LONGEST = 1e8
+"""Seconds; the timer cannot count much further."""
+
 
 @contextmanager
 def ended_after_round_timeout(context: Context) -> Iterator[None]:
@@ -25,7 +28,9 @@ def ended_after_round_timeout(context: Context) -> Iterator[None]:
     if CLIENT_ID not in context.node_config or isinstance(limit, bool) or not isinstance(limit, int | float):
         yield
         return
-    faulthandler.dump_traceback_later(max(1.0, float(limit)), exit=True, file=sys.__stderr__ or sys.stderr)
+    faulthandler.dump_traceback_later(
+        min(max(1.0, float(limit)), _LONGEST), exit=True, file=sys.__stderr__ or sys.stderr
+    )
     try:
         yield
     finally:

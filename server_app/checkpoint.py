@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -180,8 +181,8 @@ class CheckpointStore:
     def clear(self) -> None:
         """Remove all checkpoints."""
         for path in self.folder.glob("*"):
-            path.unlink()
-        if self.folder.is_dir():
+            _remove(path)
+        with suppress(OSError):
             self.folder.rmdir()
 
     def _load(self, server_round: int, settings: str) -> Checkpoint:
@@ -253,7 +254,7 @@ class CheckpointStore:
                 continue
         for path in self.folder.iterdir():
             if path.name not in used:
-                path.unlink()
+                _remove(path)
 
     def _manifest(self, server_round: int) -> Path:
         return self.folder / f"{_stem(server_round)}.json"
@@ -337,6 +338,12 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     if hashlib.sha256(_encode(manifest)).hexdigest() != checksum:
         raise CheckpointError(f"{path} was changed after the checkpoint was written (another checksum)")
     return manifest
+
+
+def _remove(path: Path) -> None:
+    """Remove a file if that is possible: NFS keeps one that is mapped, under another name, until it no longer is."""
+    with suppress(OSError):
+        path.unlink()
 
 
 def _sync_folder(folder: Path) -> None:

@@ -10,9 +10,9 @@ from server_app.config import ConfigError, ServerConfig
 from server_app.evaluation import ServerEvaluation, initial_arrays
 from server_app.progress import quiet_loop
 from server_app.report import PICTURE, compare, make_console
-from server_app.resume import client_settings, interrupted_run, resumed_config
+from server_app.resume import client_settings, interrupted_run, kept_settings, resumed_config
 from server_app.run_folder import default_run_name, new_run_folder
-from server_app.strategy_folder import StrategyFolder
+from server_app.strategy_folder import StrategyFolder, clean
 from server_app.strategy_run import ExperimentError, StrategyRun
 from strategies import METHODS, cohort
 from strategies.describe import describe
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from strategies.message import MessageStrategy
+    from strategies.roster import Roster
 
 __all__ = ["Experiment", "ExperimentError", "run_experiment"]
 
@@ -110,8 +111,13 @@ class Experiment:
         self.grid = grid
         self.console = console
         self._require_something_to_do()
+        kept = {} if self.interrupted is None else kept_settings(given, self.interrupted)
+        if kept:
+            self.say(f"the run keeps {', '.join(f'{key}={value!r}' for key, value in kept.items())}")
         self.code_hash = code_hash()
-        roster = self.strategy(self.config.strategy, federated=True).roster(grid)
+        # One roster for all strategies: a site that is lost in the first of them must not keep the next from starting.
+        self._roster: Roster | None = None
+        self._roster = roster = self.strategy(self.config.strategy, federated=True).roster(grid)
         self.client_ids, self.logical = roster.client_ids, roster.logical
         self._require_large_enough_cohorts()
         self.evaluation = _who_evaluates(self.config.evaluation, logical=roster.logical)
@@ -148,6 +154,8 @@ class Experiment:
             **hooks,
         )
         strategy.client_settings = dict(self._client_settings)
+        if self._roster is not None:
+            strategy.share_roster(self._roster)
         return strategy
 
     def run(self, name: str) -> dict[str, Any]:
@@ -190,6 +198,9 @@ class Experiment:
         if self.interrupted is None:
             return
         summaries = [self.interrupted.summary(name) for name in self.config.order]
+        for name, summary in zip(self.config.order, summaries, strict=True):
+            if summary is not None:  # it may have died before it had cleaned up
+                clean(self.interrupted.folder / name)
         rounds = [summary["rounds"] for summary in summaries if summary is not None]
         if any(done != self.config.num_server_rounds for done in rounds):
             raise ConfigError(

@@ -27,6 +27,9 @@ _NO_SETTING: Final = frozenset(
         "round-timeout",
         "min-nodes",
         "wait-for-nodes",
+        "resume",
+        "checkpoint-every",
+        "checkpoint-keep",
     }
 )
 _HYPER_PARAMETERS: Final = frozenset(

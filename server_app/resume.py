@@ -22,6 +22,7 @@ __all__ = [
     "client_settings",
     "fixed_settings",
     "interrupted_run",
+    "kept_settings",
     "resumed_config",
 ]
 
@@ -137,6 +138,24 @@ def resumed_config(given: ServerConfig, run: InterruptedRun) -> ServerConfig:
         )
     result |= {"results-dir": str(run.folder.parent), "run-name": run.folder.name, "resume": str(run.folder)}
     return ServerConfig.from_run_config(result)
+
+
+def kept_settings(given: ServerConfig, run: InterruptedRun) -> dict[str, Value]:
+    """Changeable settings that a run keeps although the new Flower run has the default: it may have been meant.
+
+    Parameters
+    ----------
+    given : ServerConfig
+        The settings of the new Flower run, which do not tell a default that was given from one that was not.
+    run : InterruptedRun
+        The run.
+    """
+    new, default = given.resolved(), ServerConfig().resolved()
+    return {
+        key: value
+        for key, value in run.run_config.items()
+        if key in CHANGEABLE - PLACES and new.get(key) == default.get(key) != value
+    }
 
 
 def fixed_settings(run_config: Mapping[str, Value]) -> dict[str, Value]:

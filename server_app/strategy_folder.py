@@ -23,11 +23,12 @@ if TYPE_CHECKING:
     from server_app.config import ServerConfig
     from strategies.engine import Memory
 
-__all__ = ["StrategyFolder"]
+__all__ = ["StrategyFolder", "clean"]
 
 _CHECKPOINTS: Final = "checkpoints"
 _CLIENT_STATE: Final = "client-state"
 _EXPERIMENT: Final = "experiment"
+_RESUMED_AFTER: Final = "resumed-after"
 
 
 class StrategyFolder:
@@ -77,8 +78,10 @@ class StrategyFolder:
         if earlier is None:
             self.writer = ResultsWriter(path, self._description)
         else:
-            self.checkpoint = self._newest(config.num_server_rounds)
+            self.checkpoint = self._newest(config, earlier["run-config"]["num-server-rounds"])
+            self._description[_RESUMED_AFTER] = [*earlier.get(_RESUMED_AFTER, []), self.checkpoint.round]
             self.writer = ResultsWriter(path, self._description, self.checkpoint.results, self.checkpoint.seconds)
+            self.writer.checkpoint_bytes = self._store.size
             self._store.drop_after(self.checkpoint.round)
 
     @property
@@ -86,7 +89,7 @@ class StrategyFolder:
         """Rounds that are done already."""
         return self.checkpoint.round if self.checkpoint is not None else 0
 
-    def client_config(self, *, logical: bool) -> dict[str, str | int]:
+    def client_config(self, *, logical: bool) -> dict[str, str | int | list[int]]:
         """What clients are told with every message, so that their memory survives an interruption.
 
         Parameters
@@ -94,9 +97,12 @@ class StrategyFolder:
         logical : bool
             Whether clients are simulated, on this machine: then they keep their memory here, beside the checkpoints.
         """
-        if self._every == 0:
+        # A run that goes on without further checkpoints has clients that remember its first part.
+        if self._every == 0 and self.checkpoint is None:
             return {}
-        told: dict[str, str | int] = {protocol.RESUMABLE_SINCE: min(self._store.rounds, default=0)}
+        told: dict[str, str | int | list[int]] = {protocol.RESUMABLE_SINCE: min(self._store.rounds, default=0)}
+        if self.checkpoint is not None:
+            told[protocol.RESUMED_AFTER] = list(self._description[_RESUMED_AFTER])
         if logical:
             return {**told, protocol.CLIENT_STATE: str(self.path / _CLIENT_STATE)}
         return {**told, protocol.EXPERIMENT: self._description[_EXPERIMENT]}
@@ -123,21 +129,38 @@ class StrategyFolder:
 
     def clean(self) -> None:
         """Remove what only a resumption needs; the results stay."""
-        self._store.clear()
-        shutil.rmtree(self.path / _CLIENT_STATE, ignore_errors=True)
+        clean(self.path)
 
-    def _newest(self, num_rounds: int) -> Checkpoint:
+    def _newest(self, config: ServerConfig, rounds_wanted_before: int) -> Checkpoint:
         checkpoint, problems = self._store.load(self._settings)
         for problem in problems:
             self._say(f"checkpoint not usable: {problem}")
         if checkpoint is None:
             reason = "; ".join(problems) or "it has no checkpoint (checkpoint-every=0?)"
             raise ConfigError(f"resume: {self.path} cannot go on: {reason}. Start a new run")
-        if checkpoint.round > num_rounds:
-            raise ConfigError(f"num-server-rounds={num_rounds} is not allowed: {checkpoint.round} rounds are done")
+        done, wanted, every = checkpoint.round, config.num_server_rounds, config.evaluate_every
+        if done > wanted:
+            raise ConfigError(f"num-server-rounds={wanted} is not allowed: {done} rounds are done")
+        if done == wanted != rounds_wanted_before and done % every != 0:
+            raise ConfigError(
+                f"num-server-rounds={wanted} is not allowed: round {done} is done and was not evaluated "
+                f"(evaluate-every={every}), so the run would end without a figure; give at least {done + 1}"
+            )
         size = self._store.size / 2**20
         self._say(f"{self.path.name} goes on after round {checkpoint.round}, from a checkpoint of {size:.1f} MiB")
         return checkpoint
+
+
+def clean(path: Path) -> None:
+    """Remove from a strategy's folder what only a resumption needs; the results stay.
+
+    Parameters
+    ----------
+    path : Path
+        ``<results-dir>/<run-name>/<strategy>``.
+    """
+    CheckpointStore(path / _CHECKPOINTS, path).clear()
+    shutil.rmtree(path / _CLIENT_STATE, ignore_errors=True)
 
 
 def _has_trained(path: Path) -> bool:

@@ -271,7 +271,9 @@ class Engine:
 
     def _require_delivery(self, answers: Sequence[Reply], needs: Sequence[str], delivered: bool) -> None:
         self._delivered = self._delivered or delivered
-        missing = None if self._delivered else undelivered(answers, needs)
+        # Our own ClientApp delivers what it is asked for: there it is one client's fault, and costs that client only.
+        known = self._delivered or self.options.code_hash is not None
+        missing = None if known else undelivered(answers, needs)
         if missing is not None:
             raise MissingNeedError(
                 f"{type(self.rule).__name__} needs {missing!r} from every client, and no client sends it: the "
@@ -315,7 +317,7 @@ class Engine:
             answers = ask(trial, clients)
             found = np.array([answers.get(client, np.nan) for client in clients])
             self._searched = self._searched or bool(np.isfinite(found).any())
-            if not self._searched:
+            if not self._searched and self.options.code_hash is None:
                 raise MissingNeedError(
                     f"{type(self.rule).__name__} needs {TRIAL_LOSSES!r}, and no client answers: the ClientApp must "
                     f"answer an evaluation message with {SPLIT}={TRAINING_SPLIT!r} by {LOSS_BEFORE!r}, its mean loss "

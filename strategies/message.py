@@ -74,6 +74,10 @@ class MessageStrategy(FlowerFedAvg):
         """The aggregation rule with its hyper-parameters."""
         return self.engine.rule
 
+    def share_roster(self, roster: Roster) -> None:
+        """Use what another strategy knows about the nodes; a run that is under way goes on with whom it can reach."""
+        self._roster = roster
+
     def summary(self) -> None:
         """Log the rule and Flower's own settings."""
         log(INFO, "\t├──> Rule: %s", self.rule)

@@ -32,6 +32,9 @@ CLIENT_STATE: Final = "client-state"
 """Config key (str, optional): folder in which simulated clients, and no others, keep their memory."""
 RESUMABLE_SINCE: Final = "resumable-since"
 """Config key (int, optional): oldest round after which the run may be resumed; older memory is of no use."""
+RESUMED_AFTER: Final = "resumed-after"
+"""Config key (list of int, optional): rounds after which the run was resumed; what clients noted later than that before
+it was resumed is no part of the run."""
 SETTINGS: Final = "settings"
 """ConfigRecord from server to client (optional): run-config values that go before those of Flower's run, since a run
 that is resumed keeps the settings with which it was started."""

@@ -6,6 +6,7 @@ not fit the others' is left out with a reason, and never ends a run that is unde
 
 from __future__ import annotations
 
+import reprlib
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ _POLL_SECONDS = 0.5
 _LATE_SECONDS = 30.0
 """How long a round that could start waits for the answer of a node that joined late."""
 _LONGEST_ID = 200
+_LONGEST_HASH = 200
 _MOST_PARTITIONS = 10**6
 
 
@@ -61,11 +63,18 @@ class Answer:
         """
         ids = record.get(CLIENT_IDS)
         names = [name for name in ids.split(",") if name] if isinstance(ids, str) else ids
-        if not isinstance(names, list) or not all(isinstance(n, str) and 0 < len(n) <= _LONGEST_ID for n in names):
-            raise RosterError(f"{CLIENT_IDS!r} must be a list of names of up to {_LONGEST_ID} characters")
+        if not isinstance(names, list) or not all(_is_name(name, _LONGEST_ID) for name in names):
+            raise RosterError(f"{CLIENT_IDS!r} must be a list of names of up to {_LONGEST_ID} printable characters")
         hosting, code_hash = record.get(HOSTING), record.get(CODE_HASH)
         if hosting not in (LOGICAL, OWN):
-            raise RosterError(f"{HOSTING!r} must be {LOGICAL!r} or {OWN!r}, got {hosting!r}")
+            raise RosterError(f"{HOSTING!r} must be {LOGICAL!r} or {OWN!r}, got {reprlib.repr(hosting)}")
+        # Screens compare clients with each other, so a site must not be many of them.
+        if hosting == OWN and len(names) != 1:
+            raise RosterError(f"a node with a client-id of its own is one client, and this one claims {len(names)}")
+        if len(names) > _MOST_PARTITIONS or len(set(names)) != len(names):
+            raise RosterError(f"{CLIENT_IDS!r} must be at most {_MOST_PARTITIONS} different names")
+        if code_hash is not None and not _is_name(code_hash, _LONGEST_HASH):
+            raise RosterError(f"{CODE_HASH!r} must be a checksum, got {reprlib.repr(code_hash)}")
         partitions = _partition_number(NUM_PARTITIONS, record.get(NUM_PARTITIONS, 0)) if hosting == LOGICAL else 0
         part = record.get(PARTITION_ID) if hosting == OWN else None
         return Answer(
@@ -77,9 +86,13 @@ class Answer:
         )
 
 
+def _is_name(value: object, longest: int) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= longest and value.isprintable()
+
+
 def _partition_number(key: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MOST_PARTITIONS:
-        raise RosterError(f"{key!r} must be an integer in [0, {_MOST_PARTITIONS}], got {value!r}")
+        raise RosterError(f"{key!r} must be an integer in [0, {_MOST_PARTITIONS}], got {reprlib.repr(value)}")
     return value
 
 

@@ -97,9 +97,13 @@ class TERM(Rule):
         k = len(updates.rows)
         prior = updates.weights if self.tilt_prior == "examples" else np.full(k, 1.0 / k)
         losses = updates.metrics[LOSS_BEFORE]
-        reference = float(losses.max() if self.tilt >= 0.0 else losses.min())
+        # A share that underflows to zero has no say in the reference either, or all others would vanish beside it.
+        present = losses[prior > 0.0]
+        reference = float(present.max() if self.tilt >= 0.0 else present.min())
         with np.errstate(over="ignore", under="ignore"):
-            powers: Floats = prior * np.exp(self.tilt * (losses - reference))
+            powers: Floats = np.where(
+                prior > 0.0, prior * np.exp(np.minimum(self.tilt * (losses - reference), 0.0)), 0.0
+            )
         total = float(powers.sum())
         weights = powers / total
         log_normalizer = float(np.clip(self.tilt * reference, -_LARGEST, _LARGEST)) + float(np.log(total))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import ssl
 import stat
@@ -271,3 +272,28 @@ def test_renew_keeps_the_names_adds_one_and_keeps_the_old_files(folder):
     assert mode(folder / "superlink" / "server.key") == 0o600
     (folder / "authority" / "ca.key").unlink()
     assert "certificates are made where" in command("renew", folder).output
+
+
+@pytest.mark.parametrize("step", range(1, 7))
+def test_an_interrupted_renewal_leaves_a_certificate_and_can_be_repeated(folder, monkeypatch, step):
+    steps = 0
+
+    def failing(original):
+        def act(*arguments, **keywords):
+            nonlocal steps
+            steps += 1
+            if steps == step:
+                raise OSError(28, "No space left on device")
+            return original(*arguments, **keywords)
+
+        return act
+
+    with monkeypatch.context() as disk:
+        disk.setattr("cli.federation._write", failing(federation._write))
+        disk.setattr("cli.federation.shutil.copy2", failing(shutil.copy2))
+        disk.setattr(Path, "replace", failing(Path.replace))
+        assert command("renew", folder).exit_code == 1
+    assert {"server.pem", "server.key"} <= {path.name for path in (folder / "superlink").iterdir()}
+    assert command("renew", folder).exit_code == 0
+    handshake(folder, "localhost")
+    assert [path.name for path in (folder / "superlink").iterdir() if path.name.startswith(".")] == []

@@ -225,3 +225,27 @@ def test_a_forked_child_that_ends_leaves_the_state_folder_to_its_owner(tmp_path:
     fork = "; pid = os.fork(); pid or sys.exit(); os.waitpid(pid, 0)"
     fork += "; print(os.path.isdir(os.environ[client_app.STATE_DIR_VARIABLE]))"
     assert import_as("flwr-simulation", tmp_path, fork)[-1] == "True"
+
+
+def test_what_was_noted_in_rounds_that_a_resumed_run_did_anew_is_forgotten(tmp_path: Path) -> None:
+    def at(server_round: int, *resumed_after: int) -> FolderState:
+        return FolderState(tmp_path, server_round, training=True, resumed_after=resumed_after)
+
+    client_state.save(at(1), "c", number(1))
+    client_state.save(at(3), "c", number(3))
+    # The run died in round 4 and was resumed after round 2; this client is in no cohort before round 5.
+    assert client_state.load(at(5), "c") == number(3)
+    assert client_state.load(at(5, 2), "c") == number(1)
+    client_state.save(at(5, 2), "c", number(5))
+    assert [file.stem for file in sorted((tmp_path / "c-c").iterdir())] == ["000001", "000005"]
+    # Resumed again, after a round that came later than what the client noted: that stays.
+    assert client_state.load(at(7, 2, 6), "c") == number(5)
+    assert client_state.load(at(6, 2, 4), "c") == number(1)
+
+
+def test_the_rounds_of_resumptions_come_with_the_message(tmp_path: Path) -> None:
+    context = Context(1, 1, {"client-id": "c", "state-dir": str(tmp_path)}, RecordDict(), {})
+    config = {"server-round": 4, "experiment": "e", "resumed-after": [2, 3]}
+    found = client_state.of_message(context, "train", config)
+    assert isinstance(found, FolderState)
+    assert found.resumed_after == (2, 3)

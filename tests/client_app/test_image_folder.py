@@ -88,6 +88,10 @@ def test_images_in_nested_folders_count_and_other_files_do_not(root: Path) -> No
     write_images(root / "train" / "red" / "2026", {"red": 1})
     (root / "train" / "red" / "notes.txt").write_text("not an image")
     (root / "train" / ".thumbnails").mkdir()
+    # What a file manager, a notebook and a copy from a Mac leave: a picture nobody chose, and a file that is none.
+    for hidden in (".thumbnails", ".ipynb_checkpoints"):
+        write_images(root / "train" / "red" / hidden, {"red": 1})
+    (root / "train" / "red" / "._a.png").write_bytes(b"Mac OS X")
     assert len(load_dataset(task(root)).train_labels) == 7
 
 

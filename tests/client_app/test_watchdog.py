@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from flwr.app import Context, RecordDict
+
+from client_app.watchdog import ended_after_round_timeout
 
 ROOT = Path(__file__).parents[2]
 HANG = """
@@ -30,3 +33,10 @@ def test_only_a_deployed_client_that_outlasts_the_round_is_ended(node_config: di
     assert ("went on" in done.stdout) is not ends
     assert ("Timeout" in done.stderr) is ends
     assert (done.returncode != 0) is ends
+
+
+@pytest.mark.parametrize("limit", [1e10, 1e300, float("inf")])
+def test_a_round_without_a_limit_is_no_error(limit: float) -> None:
+    context = Context(1, 1, {"client-id": "a"}, RecordDict(), {"round-timeout": limit})
+    with ended_after_round_timeout(context):
+        pass

@@ -267,3 +267,23 @@ def test_what_is_no_tensor_file_is_named(content: bytes, tmp_path: Path) -> None
     (tmp_path / "f").write_bytes(content)
     with pytest.raises(TensorFileError, match=str(tmp_path / "f")):
         map_tensors(tmp_path / "f")
+
+
+def test_a_file_that_cannot_be_removed_does_not_end_the_run(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # NFS keeps a mapped file that was removed, as .nfs..., and refuses to remove that.
+    store.save(checkpoint(1, {}))
+    (store.folder / ".nfs0001").touch()
+    remove = Path.unlink
+
+    def busy(path: Path, missing_ok: bool = False) -> None:
+        if path.name.startswith(".nfs"):
+            raise OSError(16, "Device or resource busy")
+        remove(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", busy)
+    store.save(checkpoint(2, {}))
+    assert store.rounds == [1, 2]
+    store.clear()
+    assert [path.name for path in store.folder.iterdir()] == [".nfs0001"]

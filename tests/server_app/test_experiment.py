@@ -144,6 +144,29 @@ def test_clients_that_own_their_data_evaluate_themselves(tmp_path: Path) -> None
     assert summaries[0]["fairness"]["clients"] == 3
 
 
+def test_a_site_lost_in_the_first_strategy_does_not_keep_the_second_from_starting(tmp_path: Path) -> None:
+    class Losing(InProcessGrid):
+        lost = False
+
+        def get_node_ids(self) -> list[int]:
+            nodes = list(self._contexts)
+            return nodes[:-1] if self.lost else nodes
+
+    def lose(message: Message, context: Context) -> None:
+        if message.metadata.message_type == MessageType.TRAIN:
+            grid.lost = True
+
+    run_config = settings(tmp_path, num_clients=3, fraction_train=1.0, min_nodes=3)
+    nodes = [{"client-id": f"site-{number}", "partition-id": number} for number in range(3)]
+    grid = Losing(client_app, run_config=run_config, node_configs=nodes, intercept=lose)
+    summaries = run_experiment(grid, run_config, make_console(io.StringIO()))
+    assert [(s["strategy"], s["status"], s["rounds"]) for s in summaries] == [
+        ("fedavg", "completed", ROUNDS),
+        ("fedpcd", "completed", ROUNDS),
+    ]
+    assert lines(tmp_path / "run" / "fedpcd" / "rounds.jsonl")[1]["accepted"] == ["site-0", "site-1"]
+
+
 @pytest.mark.parametrize("evaluation", ["server", "both"])
 def test_the_server_cannot_evaluate_clients_that_own_their_data(tmp_path: Path, evaluation: str) -> None:
     nodes = [{"client-id": "0"}, {"client-id": "1"}]

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file
 
 from server_app.config import ConfigError
 from server_app.experiment import ExperimentError
+from server_app.labels import labels
 from server_app.report import load_run
 from strategies.inprocess import InProcessGrid
 from strategies.rules import RULES
@@ -367,3 +368,43 @@ def test_results_of_an_interrupted_run_are_readable(tmp_path: Path) -> None:
     assert load_run(folder).final is not None
     shutil.rmtree(folder / "checkpoints")
     assert all(np.isfinite(array).all() for array in load_file(folder / "model.safetensors").values())
+
+
+def test_clients_remember_where_the_rest_of_a_run_is_done_without_checkpoints(tmp_path: Path) -> None:
+    expected = uninterrupted("ditto", evaluation="federated")
+    folder = interrupted(tmp_path, strategy="ditto", evaluation="federated")
+    resume(folder, checkpoint_every=0)
+    assert outcome(folder / "ditto") == expected
+
+
+def test_a_complete_run_that_could_not_clean_up_is_cleaned_when_it_is_resumed(tmp_path: Path) -> None:
+    folder = whole(tmp_path)
+    for left in ("checkpoints", "client-state"):
+        (folder / "fedpcd" / left).mkdir()
+        (folder / "fedpcd" / left / "update").write_text("a client's")
+    with pytest.raises(ConfigError, match="complete"):
+        resume(folder)
+    assert not {"checkpoints", "client-state"} & {path.name for path in (folder / "fedpcd").iterdir()}
+
+
+def test_a_run_is_not_cut_off_at_a_round_without_an_evaluation(tmp_path: Path) -> None:
+    folder = interrupted(tmp_path, evaluate_every=3)
+    with pytest.raises(ConfigError, match="num-server-rounds=4 is not allowed: round 4 is done and was not evaluated"):
+        resume(folder, num_server_rounds=4)
+    resume(folder, num_server_rounds=5)
+    assert json.loads((folder / "fedpcd" / "summary.json").read_text())["evaluated-round"] == 5
+
+
+def test_settings_that_a_run_keeps_although_the_default_is_given_are_named(tmp_path: Path) -> None:
+    folder = interrupted(tmp_path, min_replies=2)
+    [said] = [line for line in resume(folder, min_replies=1).splitlines() if line.startswith("the run keeps")]
+    assert "min-replies=2" in said
+    config = json.loads((folder / "fedpcd" / "config.json").read_text())
+    assert config["run-config"]["min-replies"] == 2
+    assert config["resumed-after"] == [4]
+
+
+def test_the_labels_of_compared_strategies_do_not_tell_which_was_resumed(tmp_path: Path) -> None:
+    folder = interrupted(tmp_path, message=2, compare_with="fedavg")
+    resume(folder)
+    assert labels([load_run(folder / name) for name in ("fedavg", "fedpcd")]) == ["FedAvg", "FedPCD"]

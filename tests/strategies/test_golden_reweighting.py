@@ -825,3 +825,15 @@ def test_fedpw_keeps_equal_weights_without_adaptation() -> None:
 def test_hyperparameters_out_of_range_are_named(rule: type[Rule], name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"^{name} must be .*, got "):
         rule(**{name: value})
+
+
+@pytest.mark.parametrize("tilt", [1.0, -1.0])
+@pytest.mark.parametrize("loss", [0.0, 1000.0])
+def test_a_share_of_nothing_does_not_make_the_others_vanish(tilt: float, loss: float) -> None:
+    # A client that claims 5e-324 examples and an extreme loss would else make every round overflow.
+    rows = np.eye(3)
+    honest = replace(updates(rows[:2], [10, 20]), metrics={LOSS_BEFORE: np.array([1.0, 2.0])})
+    beside = replace(updates(rows, [10, 20, 5e-324]), metrics={LOSS_BEFORE: np.array([1.0, 2.0, loss])})
+    expected, found = (TERM(tilt).aggregate(those, {})[0].step for those in (honest, beside))
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    assert np.isfinite(found).all()

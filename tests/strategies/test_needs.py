@@ -67,7 +67,18 @@ def test_a_metric_that_is_no_finite_number_from_zero_up_costs_only_its_sender(na
 def test_a_run_whose_clients_all_lack_the_metric_ends_in_round_one_with_its_name(name: str) -> None:
     need = metric_of(name)
     with pytest.raises(strategies.MissingNeedError, match=f"{RULES[name].__name__} needs '{need}'"):
-        run_message(name, rounds=2, tamper=lambda client, arrays, metrics: metrics.pop(need))
+        run_message(name, rounds=2, code_hash=None, tamper=lambda client, arrays, metrics: metrics.pop(need))
+
+
+@BOTH
+@pytest.mark.parametrize("name", ASKING)
+def test_one_client_that_keeps_the_metric_back_costs_its_round_where_all_run_the_servers_code(name, runner) -> None:
+    # Whoever is first drawn alone could otherwise end every run, and every resumption of it.
+    run = runner(name, rounds=1, tamper=lambda client, arrays, metrics: metrics.pop(metric_of(name)))
+    (report,) = run.rounds
+    assert report.skipped
+    assert {j.kind for j in report.rejections} == {"invalid"}
+    assert all(metric_of(name) in j.reason for j in report.rejections)
 
 
 def test_a_rule_without_needs_sends_no_extra_config() -> None:
@@ -147,4 +158,6 @@ def test_a_line_search_that_nobody_ever_answers_ends_the_run_with_the_keys_name(
 
     grid = InProcessGrid(message_client(), 3, intercept=deaf)
     with pytest.raises(strategies.MissingNeedError, match=r"FedMDFG needs 'trial-losses'.*split='training'"):
-        run_message("fedmdfg", rounds=1, grid=grid, fraction_evaluate=0.0)
+        run_message("fedmdfg", rounds=1, grid=grid, fraction_evaluate=0.0, code_hash=None)
+    grid = InProcessGrid(message_client(), 3, intercept=deaf)
+    assert len(run_message("fedmdfg", rounds=1, grid=grid, fraction_evaluate=0.0).rounds) == 1

@@ -534,7 +534,9 @@ def test_a_round_without_any_reachable_client_is_skipped() -> None:
         ),
         ("", "unknown error"),
         (None, "unknown error"),
+        ("x" * 10**7, "x" * 10_000),
     ],
+    ids=["traceback", "wrapped", "empty", "none", "endless"],
 )
 def test_error_texts_are_cut_to_what_happened(text, expected) -> None:
     from strategies.logs import last_line
