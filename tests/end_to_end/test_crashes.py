@@ -75,7 +75,7 @@ def test_a_killed_clientapp_and_a_killed_supernode_cost_one_round_of_two_clients
     federation: Federation, tmp_path: Path
 ) -> None:
     before = federation.online()
-    run_id, folder = begin(federation, tmp_path, fraction_train=1.0, local_epochs=6000, round_timeout=100)
+    run_id, folder = begin(federation, tmp_path, fraction_train=1.0, local_epochs=3000, round_timeout=300)
     federation.until(lambda: rounds(folder) == [0, 1], "round 1 ends")
     os.kill(training(federation, "site-b", folder), signal.SIGKILL)
     training(federation, "site-c", folder)
