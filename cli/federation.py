@@ -226,7 +226,10 @@ def renew(
             _write(place / f".new-{name}", content, secret=name == "server.key")
         # Both new files are complete: at no moment from here on is one of the names without a file.
         for name in new:
-            shutil.copy2(place / name, place / f"{name}.{until}")
+            with contextlib.suppress(
+                FileExistsError
+            ):  # a renewal within the same second, of which this is the older file
+                (place / f"{name}.{until}").hardlink_to(place / name)  # a copy would show the key for a moment
         for name in new:
             (place / f".new-{name}").replace(place / name)
         print(f"{place}: a new server.pem and server.key for {', '.join(hosts)}, valid for {days} days")

@@ -100,6 +100,8 @@ class FolderState(RecordDict):
 
     def _counts(self, client_id: str, number: int) -> bool:
         """Whether a note of that round is part of the run: it was not resumed from before that round since then."""
+        if not self.resumed_after:
+            return True
         later = self.resumed_after[_resumptions(self._file(client_id, number)) :]
         return all(number <= resumed for resumed in later)
 

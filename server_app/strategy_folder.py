@@ -127,10 +127,6 @@ class StrategyFolder:
         )
         self.writer.checkpoint_bytes = max(self.writer.checkpoint_bytes, self._store.size)
 
-    def clean(self) -> None:
-        """Remove what only a resumption needs; the results stay."""
-        clean(self.path)
-
     def _newest(self, config: ServerConfig, rounds_wanted_before: int) -> Checkpoint:
         checkpoint, problems = self._store.load(self._settings)
         for problem in problems:

@@ -9,6 +9,7 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 
 from server_app.evaluation import check_agreement, usable_metrics
 from server_app.progress import clock, evaluation_parts, training_parts
+from server_app.strategy_folder import clean
 from strategies import METHODS, protocol
 from strategies.engine import TOO_FEW_REPLIES
 from strategies.rules.updates import PERSONAL_MODEL
@@ -82,7 +83,7 @@ class StrategyRun:
             if self._accepted == 0:
                 raise ExperimentError(self._nothing_trained(config.num_server_rounds))
             summary = writer.finish(result.arrays)
-        self.folder.clean()
+        clean(self.folder.path)
         return {**summary, "folder": str(self.folder.path)}
 
     @property

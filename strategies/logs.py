@@ -19,13 +19,7 @@ def log_rejections(what: str, accepted: int, rejections: tuple[Rejection, ...]) 
     """Log how many replies count, and why each of the others does not."""
     log(INFO, "%s: %s replies count, %s do not", what, accepted, len(rejections))
     for rejection in rejections:
-        log(
-            WARNING,
-            "\t> client %s (%s): %s",
-            _printable(rejection.client_id),
-            rejection.kind,
-            _printable(rejection.reason),
-        )
+        log(WARNING, "\t> client %s (%s): %s", rejection.client_id, rejection.kind, _printable(rejection.reason))
 
 
 def last_line(text: str | None) -> str:

@@ -101,9 +101,7 @@ class TERM(Rule):
         present = losses[prior > 0.0]
         reference = float(present.max() if self.tilt >= 0.0 else present.min())
         with np.errstate(over="ignore", under="ignore"):
-            powers: Floats = np.where(
-                prior > 0.0, prior * np.exp(np.minimum(self.tilt * (losses - reference), 0.0)), 0.0
-            )
+            powers: Floats = prior * np.exp(np.minimum(self.tilt * (losses - reference), 0.0))
         total = float(powers.sum())
         weights = powers / total
         log_normalizer = float(np.clip(self.tilt * reference, -_LARGEST, _LARGEST)) + float(np.log(total))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import ssl
 import stat
@@ -290,7 +289,7 @@ def test_an_interrupted_renewal_leaves_a_certificate_and_can_be_repeated(folder,
 
     with monkeypatch.context() as disk:
         disk.setattr("cli.federation._write", failing(federation._write))
-        disk.setattr("cli.federation.shutil.copy2", failing(shutil.copy2))
+        disk.setattr(Path, "hardlink_to", failing(Path.hardlink_to))
         disk.setattr(Path, "replace", failing(Path.replace))
         assert command("renew", folder).exit_code == 1
     assert {"server.pem", "server.key"} <= {path.name for path in (folder / "superlink").iterdir()}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import stat
 import subprocess
 import sys
@@ -249,3 +250,11 @@ def test_the_rounds_of_resumptions_come_with_the_message(tmp_path: Path) -> None
     found = client_state.of_message(context, "train", config)
     assert isinstance(found, FolderState)
     assert found.resumed_after == (2, 3)
+
+
+def test_a_note_is_on_the_disk_before_it_takes_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, sync, rename = [], os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda handle: (steps.append("fsync"), sync(handle))[1])
+    monkeypatch.setattr(Path, "replace", lambda path, target: (steps.append("rename"), rename(path, target))[1])
+    client_state.save(FolderState(tmp_path, 1, training=True), "c", number(1))
+    assert steps == ["fsync", "rename"]

@@ -51,11 +51,11 @@ def test_rounds_of_the_app_keep_the_memory_of_the_first_thirty(tmp_path: Path) -
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("method", ["fedpcd", "fedlf"])
 def test_rows_of_four_megabytes_are_dropped_when_they_leave_the_window(method: str, tmp_path: Path) -> None:
-    # One of the five rows of a round kept would be 4 MiB per round, 200 MiB in all. How many of the twenty clients are
-    # in the window varies, which alone makes up to a third of a MiB per round.
-    samples = measured(tmp_path, "--method", method, "--megabytes", "4", "--rounds", "60")
+    # One of the five rows of a round kept would be 4 MiB per round, 400 MiB in all. So many rounds since the number of
+    # clients in the window varies by one or two: over 60 rounds that alone made a third of a MiB per round once.
+    samples = measured(tmp_path, "--method", method, "--megabytes", "4", "--rounds", "120")
     assert growth(samples) < 0.05
-    assert slope(samples) < 2**20
+    assert slope(samples) < 0.25 * 2**20
     assert_steady(samples)
 
 

@@ -63,7 +63,7 @@ BAD = {
     "overflows half precision": (changed(9, "half", np.full(3, 2e5, np.float32)), "'half' holds NaN or infinity"),
     "overflowing statistics": (changed(9, "bn.running_mean", np.full(4, 1e300)), "'bn.running_mean' holds NaN"),
     "huge statistics": (changed(9, "bn.running_mean", np.full(4, 3e38, np.float32)), "its statistics has length"),
-    "huge": (changed(9, "weight", np.full((5, 4), 3e38, np.float32)), "times the median"),
+    "huge": (changed(9, "weight", np.full((5, 4), 3e38, np.float32)), r"times the median \S+ of the others'"),
     "no examples": (good(9, num_examples=0), "num-examples must be > 0"),
     "negative examples": (good(9, num_examples=-3), "got -3"),
     "nan examples": (good(9, num_examples=float("nan")), "got nan"),
