@@ -17,7 +17,8 @@ demo: $(VENV)/.app ## FedPCD beside FedAvg on real images, 100 clients: table an
 
 # Federations of real processes mostly wait for each other, so their tests run beside the others and give way to them. In a
 # process group of their own (set -m) they can be interrupted; a shell's background processes otherwise ignore Ctrl-C.
-FEDERATIONS := tests/docker tests/end_to_end/test_secure_federation.py tests/end_to_end/test_crashes.py tests/end_to_end/test_own_data.py
+FEDERATIONS := tests/docker tests/end_to_end/test_secure_federation.py tests/end_to_end/test_crashes.py tests/end_to_end/test_own_data.py \
+  tests/end_to_end/test_hostile_site.py
 
 test: lint ## every check: linters, types, tests, coverage
 	@set -m; nice -n 15 $(BIN)/python -m pytest -q -p no:cacheprovider --durations=10 $(FEDERATIONS) > .federations.log 2>&1 & beside=$$!; set +m; \

@@ -16,6 +16,7 @@ from server_app.strategy_folder import StrategyFolder, clean
 from server_app.strategy_run import ExperimentError, StrategyRun
 from strategies import METHODS, cohort
 from strategies.describe import describe
+from strategies.guarded_grid import guarded
 from strategies.rules import RULES
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ class Experiment:
         self.interrupted = interrupted_run(Path(given.resume)) if given.resume else None
         self.config = given if self.interrupted is None else resumed_config(given, self.interrupted)
         self._client_settings = client_settings(self.config, run_config)
-        self.grid = grid
+        self.grid = guarded(grid)
         self.console = console
         self._require_something_to_do()
         kept = {} if self.interrupted is None else kept_settings(given, self.interrupted)
@@ -117,7 +118,7 @@ class Experiment:
         self.code_hash = code_hash()
         # One roster for all strategies: a site that is lost in the first of them must not keep the next from starting.
         self._roster: Roster | None = None
-        self._roster = roster = self.strategy(self.config.strategy, federated=True).roster(grid)
+        self._roster = roster = self.strategy(self.config.strategy, federated=True).roster(self.grid)
         self.client_ids, self.logical = roster.client_ids, roster.logical
         self._require_large_enough_cohorts()
         self.evaluation = _who_evaluates(self.config.evaluation, logical=roster.logical)

@@ -6,6 +6,7 @@ For tests and quick runs. Clients answer one after the other, in the order in wh
 from __future__ import annotations
 
 import itertools
+import threading
 import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
@@ -66,6 +67,10 @@ class InProcessGrid(Grid):
             for node, config in zip(draws, configs, strict=True)
         }
         self._inbox: dict[str, Message] = {}
+        # The older API asks from one thread per client. NumPy parses the header of an array with `ast`, of which
+        # CPython 3.11 keeps state that threads share: now and then a client failed with "AST constructor recursion
+        # depth mismatch" (python/cpython#106905).
+        self._one_at_a_time = threading.Lock()
 
     def set_run(self, run: Any) -> None:
         """Do nothing: there is only one run."""
@@ -105,10 +110,14 @@ class InProcessGrid(Grid):
 
     def _answer(self, message: Message) -> Message | None:
         try:
-            context = self._contexts[message.metadata.dst_node_id]
-            reply = self._intercept(message, context) if self._intercept is not None else None
-            if reply is self.SILENT:
-                return None
-            return cast(Message, reply) if reply is not None else self._client_app(message, context)
+            with self._one_at_a_time:
+                return self._reply(message)
         except Exception as error:  # As Flower does: a client's exception becomes an error reply.
             return Message(Error(code=_CLIENT_APP_RAISED, reason=f"{type(error).__name__}: {error}"), reply_to=message)
+
+    def _reply(self, message: Message) -> Message | None:
+        context = self._contexts[message.metadata.dst_node_id]
+        reply = self._intercept(message, context) if self._intercept is not None else None
+        if reply is self.SILENT:
+            return None
+        return cast(Message, reply) if reply is not None else self._client_app(message, context)

@@ -40,6 +40,7 @@ from flwr.server.strategy import FedAvg as FlowerFedAvg
 from . import cohort
 from .engine import Engine, round_metrics
 from .evaluation import evaluation_report, weighted_means
+from .guarded_grid import is_deployed
 from .keywords import split, subclass
 from .logs import last_line, log_rejections
 from .model import Arrays, Model
@@ -233,6 +234,7 @@ class LegacyStrategy(FlowerFedAvg):
             proxies.clear()
             # A copy: Flower's own thread adds and removes clients at any time.
             proxies.update({str(proxy.cid): proxy for proxy in list(client_manager.all().values())})
+            self._roster.deployed = any(is_deployed(getattr(proxy, "grid", None)) for proxy in proxies.values())
             return list(proxies)
 
         def ask(nodes: list[Node], patience: float) -> dict[Node, Answer | RosterError]:

@@ -19,6 +19,7 @@ from flwr.serverapp.strategy import Result
 from . import cohort
 from .engine import Engine, Memory, round_metrics
 from .evaluation import evaluation_report, weighted_means
+from .guarded_grid import guarded, is_deployed
 from .keywords import split, subclass
 from .logs import last_line, log_rejections
 from .model import Arrays, Model
@@ -117,6 +118,7 @@ class MessageStrategy(FlowerFedAvg):
         self.engine.options = replace(self.engine.options, num_rounds=num_rounds)
         self.engine.restore(memory or Memory())
         self._timeout, self.last_iterate, self._rounds_before = timeout, None, rounds_before
+        grid = guarded(grid)
 
         def evaluate_output(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
             # The model that a resumed run begins with was evaluated when it was made.
@@ -157,6 +159,8 @@ class MessageStrategy(FlowerFedAvg):
         RosterError
             If nodes are missing after `wait_timeout` seconds, do not answer, or run other code.
         """
+        grid = guarded(grid)
+        self._roster.deployed = is_deployed(grid)
 
         def ask(nodes: list[Node], patience: float) -> dict[Node, Answer | RosterError]:
             return self._ask(grid, nodes, patience)

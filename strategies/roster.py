@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import reprlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -46,6 +47,11 @@ class Answer:
     num_partitions: int = 0
     code_hash: str | None = None
     partition_id: int | None = None
+
+    @property
+    def kind(self) -> tuple[str, int]:
+        """What the nodes of one federation agree in: own their clients, or share a number of partitions."""
+        return self.hosting, self.num_partitions
 
     @staticmethod
     def parse(record: Mapping[str, object]) -> Answer:
@@ -108,21 +114,32 @@ class Roster:
     ----------
     code_hash : str or None
         What the nodes must run; None accepts anything.
+    deployed : bool, default False
+        Whether the nodes are other people's machines. That they are simulated ones, and how many, is then believed only
+        of as many nodes as the run needs anyway: else one site, answering first, could shut out all others.
 
     Attributes
     ----------
-    answers : dict of Node to Answer
-        Nodes that take part, in the order in which they joined.
     silent : dict of Node to str
-        Nodes that do not, with the reason.
+        Nodes that do not take part, with the reason.
     """
 
     code_hash: str | None = None
-    answers: dict[Node, Answer] = field(default_factory=dict)
+    deployed: bool = False
     silent: dict[Node, str] = field(default_factory=dict)
+    _answered: dict[Node, Answer] = field(default_factory=dict)
     _unanswered: set[Node] = field(default_factory=set)
+    _client_of: dict[Node, str] = field(default_factory=dict)
+    _kind: tuple[str, int] | None = None
     _complete: bool = False
     _gave_up: bool = False
+
+    @property
+    def answers(self) -> dict[Node, Answer]:
+        """Nodes that take part, in the order in which they joined: until the first round, those of the larger kind."""
+        kinds = Counter(answer.kind for answer in self._answered.values())
+        kind = self._kind or max(kinds, key=kinds.__getitem__, default=None)
+        return {node: answer for node, answer in self._answered.items() if answer.kind == kind}
 
     @property
     def node_of(self) -> dict[str, Node]:
@@ -187,8 +204,7 @@ class Roster:
                     warnings += self._take(node, answer)
                 missing = self.missing(nodes, clients)
             if missing is None:
-                self._complete, self._gave_up = True, False
-                return warnings
+                return warnings + self._begin()
             if not self._complete and self._refused(nodes):
                 raise RosterError(f"the run cannot start, since nodes refuse it: {missing}")
             if time.monotonic() >= deadline and self._complete:
@@ -202,25 +218,55 @@ class Roster:
     def missing(self, nodes: int, clients: int = 0) -> str | None:
         """What is missing before a round can start, in words; None if nothing is."""
         needed, reasons = self._needed(nodes), self._reasons()
-        if len(self.answers) < needed:
-            ready = len(self.answers)
-            return f"{ready} of {needed} nodes are ready, {needed - ready} missing{reasons}"
+        if (ready := len(self.answers)) < needed:
+            return f"{ready} of {needed} nodes are ready, {needed - ready} missing{self._hint(needed)}{reasons}"
         if len(self.client_ids) < max(1, clients):
             return f"{len(self.client_ids)} of {max(1, clients)} clients are reachable{reasons}"
         return None
 
     def _needed(self, nodes: int) -> int:
-        return max(a.num_partitions for a in self.answers.values()) if self.logical else max(1, nodes)
+        parts = self._partitions()
+        return parts if parts and not self.deployed else max(1, nodes, parts)
+
+    def _partitions(self) -> int:
+        return max((answer.num_partitions for answer in self.answers.values()), default=0)
+
+    def _hint(self, needed: int) -> str:
+        parts = self._partitions()
+        return (
+            f"; the nodes say num-partitions={parts}, so no more will come: ask for fewer (min-nodes)"
+            if 0 < parts < needed
+            else ""
+        )
+
+    def _begin(self) -> list[str]:
+        """Settle who takes part: whoever is of another kind than the run's does not."""
+        odd, self._complete, self._gave_up = self._odd(), True, False
+        self.silent |= odd
+        for node in odd:
+            del self._answered[node]
+        for node, answer in self._answered.items():
+            self._kind = answer.kind
+            if answer.hosting == OWN:
+                self._client_of.setdefault(node, answer.client_ids[0])
+        return [f"node {node} does not take part: {reason}" for node, reason in odd.items()]
+
+    def _odd(self) -> dict[Node, str]:
+        """Nodes that answered, but say something else about the federation than most."""
+        answers = self.answers
+        kind = next((answer.kind for answer in answers.values()), None)
+        others = {node: answer.kind for node, answer in self._answered.items() if node not in answers}
+        return {node: _other_kind(other, kind) for node, other in others.items() if kind is not None}
 
     def _refused(self, nodes: int) -> bool:
         """Whether as many nodes as needed have answered, all that are there, and some do not take part."""
-        refusals = self.silent.keys() - self._unanswered
+        refusals = (self.silent.keys() - self._unanswered) | self._odd().keys()
         return bool(refusals) and not self._unanswered and len(self.answers) + len(refusals) >= self._needed(nodes)
 
     def _reasons(self) -> str:
         """Why nodes do not take part; each reason once, however many give it."""
         nodes: dict[str, list[Node]] = {}
-        for node, reason in self.silent.items():
+        for node, reason in (self.silent | self._odd()).items():
             nodes.setdefault(reason, []).append(node)
         return "".join(
             f"\n  {f'node {who[0]}' if len(who) == 1 else f'{len(who)} nodes'}: {reason}"
@@ -229,11 +275,11 @@ class Roster:
 
     def _forget_absent(self, online: Iterable[Node]) -> set[Node]:
         nodes = set(online)
-        for known in (self.answers, self.silent):
+        for known in (self._answered, self.silent):
             for node in known.keys() - nodes:
                 del known[node]
         self._unanswered &= nodes
-        return nodes - self.answers.keys() - self.silent.keys()
+        return nodes - self._answered.keys() - self.silent.keys()
 
     def _take(self, node: Node, answer: Answer | RosterError) -> list[str]:
         if isinstance(answer, NoAnswerError):
@@ -246,15 +292,18 @@ class Roster:
             self.silent[node] = str(objection)
             return [f"node {node} does not take part: {objection}"] if news else []
         self.silent.pop(node, None)
-        taken = sorted(set(answer.client_ids) & self.node_of.keys(), key=client_order)
+        serving = {client: n for n, other in self._alike(answer).items() for client in other.client_ids}
+        taken = sorted(set(answer.client_ids) & serving.keys(), key=client_order)
+        self._answered[node] = answer
         if not taken:
-            self.answers[node] = answer
             return []
-        claim = f"node {node} claims clients that node {self.node_of[taken[0]]} serves already: {', '.join(taken[:5])}"
+        claim = f"node {node} claims clients that node {serving[taken[0]]} serves already: {', '.join(taken[:5])}"
         if not self._complete:
             raise RosterError(f"{claim}. Give every SuperNode a client-id or partition-id of its own")
-        self.answers[node] = answer
         return [claim]
+
+    def _alike(self, answer: Answer) -> dict[Node, Answer]:
+        return {node: other for node, other in self._answered.items() if other.kind == answer.kind}
 
     def _objection(self, node: Node, answer: Answer) -> str | None:
         if self.code_hash is not None and answer.code_hash != self.code_hash:
@@ -266,19 +315,18 @@ class Roster:
             if not self._complete:
                 raise CodeMismatchError(error)
             return error
-        first = next(iter(self.answers.values()), answer)
-        if (answer.hosting, answer.num_partitions) != (first.hosting, first.num_partitions):
-            return (
-                f"it is one of {answer.num_partitions} {answer.hosting!r} nodes, the others of {first.num_partitions} "
-                f"{first.hosting!r} ones: all nodes need a client-id in their node-config, or none"
-            )
+        if self._kind is not None and answer.kind != self._kind:
+            return _other_kind(answer.kind, self._kind)
+        was = self._client_of.get(node)
+        if was is not None and answer.client_ids != (was,):
+            return f"it was client {was!r} before and says {_listed(answer)} now: a node is one client for a whole run"
         return self._double(answer)
 
     def _double(self, answer: Answer) -> str | None:
         """Say if another client has the same part of the data."""
         if answer.partition_id is None:
             return None
-        for other in self.answers.values():
+        for other in self._answered.values():
             if other.partition_id == answer.partition_id and other.client_ids != answer.client_ids:
                 error = (
                     f"clients {_listed(other)} and {_listed(answer)} have the same part of the data: both say "
@@ -288,6 +336,13 @@ class Roster:
                     raise RosterError(error)
                 return error
         return None
+
+
+def _other_kind(kind: tuple[str, int], most: tuple[str, int]) -> str:
+    return (
+        f"it is one of {kind[1]} {kind[0]!r} nodes, the others of {most[1]} {most[0]!r} ones: all nodes need a "
+        "client-id in their node-config, or none"
+    )
 
 
 def _listed(answer: Answer) -> str:

@@ -83,7 +83,7 @@ class Federation(LocalSuperLink):
         with self.log(client_id).open("ab") as sink:
             self.nodes[client_id] = subprocess.Popen(
                 command,
-                env={**self._env, "FLWR_HOME": str(self._home(client_id))},
+                env={**self._env, "FLWR_HOME": str(self._home(client_id)), **self.node_environment(client_id)},
                 cwd=place if self.secure else self.folder,
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
@@ -93,6 +93,10 @@ class Federation(LocalSuperLink):
     def node_config(self, client_id: str) -> str:
         """Node config of a client's SuperNode."""
         return f"client-id='{client_id}' partition-id={self.sites.get(client_id, 0)}"
+
+    def node_environment(self, client_id: str) -> Mapping[str, str]:
+        """More variables of a site's processes."""
+        return {}
 
     def kill_node(self, client_id: str) -> None:
         """Kill a SuperNode and what it started, as a power failure does."""

@@ -104,6 +104,66 @@ def test_a_roster_of_simulated_nodes_is_complete_when_all_partitions_answered() 
     assert nodes.asked == ["a", "b", "c"]
 
 
+def test_of_a_deployment_no_fewer_simulated_nodes_than_the_run_needs_are_believed() -> None:
+    nodes = Nodes(a=logical(0, 2), b=logical(1, 2))
+    with pytest.raises(RosterError, match=r"2 of 5 nodes are ready, 3 missing; .* num-partitions=2.*min-nodes"):
+        nodes.join(Roster(deployed=True), nodes=5)
+    assert nodes.join(Roster(deployed=True), nodes=2) == []
+
+
+@pytest.mark.parametrize("claim", [logical(0, 1), logical(2, 5)])
+def test_one_node_alone_does_not_decide_that_the_federation_is_simulated(monkeypatch, claim: Answer) -> None:
+    monkeypatch.setattr("strategies.roster._POLL_SECONDS", 0.0)
+    nodes, roster = Nodes(first=claim, a=own("1"), b=own("2")), Roster(deployed=True)
+    joining = iter([["first"], ["first"], ["first", "a", "b"]])
+    (warning,) = roster.wait(lambda: next(joining), nodes.ask, nodes=2, clients=1, timeout=60.0)
+    assert "node first does not take part" in warning
+    assert "all nodes need a client-id" in warning
+    assert (roster.client_ids, roster.logical) == (("1", "2"), False)
+    assert list(roster.silent) == ["first"]
+
+
+def test_nodes_of_two_kinds_of_which_neither_is_enough_are_an_error_with_both_named() -> None:
+    with pytest.raises(RosterError, match=r"(?s)nodes refuse it: 1 of 2 nodes are ready.*node b: it is one of 0 'own'"):
+        Nodes(a=logical(0, 1), b=own("1")).join(Roster(deployed=True), nodes=2)
+
+
+def test_what_the_federation_is_stays_settled_when_all_nodes_leave() -> None:
+    nodes, roster = Nodes(a=own("1"), b=own("2")), Roster()
+    nodes.join(roster, nodes=2)
+    nodes.answers = {"late": logical(0, 1)}
+    (odd, goes_on) = nodes.join(roster, nodes=2)
+    assert "node late does not take part" in odd
+    assert "the run goes on" in goes_on
+    assert roster.client_ids == ()
+
+
+def test_a_node_is_one_client_for_a_whole_run() -> None:
+    nodes, roster = Nodes(a=own("1"), b=own("2"), c=own("3")), Roster()
+    nodes.join(roster, nodes=3)
+    del nodes.answers["a"], nodes.answers["b"]
+    nodes.join(roster, nodes=1)
+    # Node b returns in the name of a site that is away.
+    nodes.answers["b"] = own("1")
+    (warning,) = nodes.join(roster, nodes=1)
+    assert "node b does not take part: it was client '2' before and says '1' now" in warning
+    nodes.answers |= {"a": own("1")}
+    nodes.join(roster, nodes=1)
+    assert roster.node_of == {"3": "c", "1": "a"}
+
+
+def test_before_the_first_round_a_site_may_still_correct_its_client_id() -> None:
+    nodes, roster = Nodes(a=own("wrong")), Roster()
+    with pytest.raises(RosterError):
+        nodes.join(roster, nodes=2)
+    nodes.answers = {}
+    with pytest.raises(RosterError):
+        nodes.join(roster, nodes=2)
+    nodes.answers = {"a": own("1"), "b": own("2")}
+    nodes.join(roster, nodes=2)
+    assert roster.client_ids == ("1", "2")
+
+
 def test_nodes_that_did_not_answer_are_named_and_asked_again_while_they_are_needed(monkeypatch) -> None:
     monkeypatch.setattr("strategies.roster._POLL_SECONDS", 0.0)
     slow = NoAnswerError("TimeoutError: busy")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import time
 from dataclasses import fields
 
 import numpy as np
@@ -329,6 +330,21 @@ def test_evaluation_replies_without_examples_are_rejected_with_a_reason() -> Non
     assert [(r.client_id, r.kind) for r in report.rejections] == [("0", "error"), ("1", "invalid"), ("2", "silent")]
     assert "no test data" in report.rejections[0].reason
     assert len(report.metrics) == TARGETS - 3
+
+
+def test_clients_of_the_in_process_grid_answer_one_after_the_other_even_if_threads_ask_them() -> None:
+    # The older API asks every client from a thread of its own; in parallel, NumPy failed to read a header now and then.
+    busy: list[int] = []
+
+    def alone(client: int, arrays: dict, metrics: dict) -> None:
+        busy.append(client)
+        time.sleep(0.005)
+        assert busy.pop() == client
+        assert not busy
+
+    run = run_legacy("fedavg", rounds=1, fraction_fit=1.0, tamper=alone)
+    assert run.rounds[0].rejections == ()
+    assert len(run.rounds[0].accepted) == TARGETS
 
 
 def test_the_in_process_grid_is_a_whole_flower_grid() -> None:
