@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,6 +32,9 @@ def reported_errors(what: str = "the run") -> Iterator[None]:
         _fail(str(error), 2)
     except RunError as error:
         _fail(f"{what} failed: {error}", 1)
+    except BrokenPipeError:  # who read the output, e.g. `| head`, has seen enough; nor can Python flush it at its exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
     except KeyboardInterrupt as error:
         _fail(f"interrupted{error}", 130)
     except Exception as error:

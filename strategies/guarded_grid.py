@@ -2,54 +2,78 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterable
-from typing import Any, cast
+from collections.abc import Callable, Iterable
+from logging import WARNING
+from typing import Any
 
-from flwr.app import Error, Message, RecordDict
+from flwr.app import Error, Message
 from flwr.common.constant import ErrorCode
+from flwr.common.logger import log
 from flwr.serverapp import Grid
 
 _POLL_SECONDS = 1.0
-
-
-def guarded(grid: Grid) -> Grid:
-    """Guard a deployment's grid; another one is returned as it is.
-
-    Parameters
-    ----------
-    grid : Grid
-        Flower's. In a simulation replies stay in memory as they are, so there is nothing to decode.
-
-    Returns
-    -------
-    Grid
-        A `GuardedGrid` around Flower's ``HttpGrid``, else `grid`.
-    """
-    return GuardedGrid(grid) if is_deployed(grid) and not isinstance(grid, GuardedGrid) else grid
+_PATIENCE_SECONDS = 1.0
+"""How long one reply may keep the others waiting; it is then read beside them."""
 
 
 def is_deployed(grid: object) -> bool:
     """Whether a grid's nodes are other people's machines, and not this one's simulation."""
-    # By name, since where the class lives is an internal of Flower's.
-    return isinstance(grid, GuardedGrid) or any(kind.__name__ == "HttpGrid" for kind in type(grid).__mro__)
+    # By name, since where Flower's class lives is an internal.
+    return not any(kind.__name__ in ("InMemoryGrid", "InProcessGrid") for kind in type(grid).__mro__)
 
 
-class GuardedGrid(Grid):
-    """Pulls replies one by one, and turns one that cannot be decoded into an error reply of its sender.
-
-    Flower's ``HttpGrid`` (1.42) confirms and decodes many replies in one call. One that is damaged on purpose raises
-    there, ends the run, and takes with it the honest replies that were confirmed. A reply is also taken as the answer
-    to the message that the SuperLink filed it under, whatever it says itself.
+def guarded(grid: Grid) -> Grid:
+    """Guard a deployment's grid.
 
     Parameters
     ----------
     grid : Grid
         Flower's.
+
+    Returns
+    -------
+    Grid
+        A `GuardedGrid` around Flower's ``HttpGrid``. In a simulation replies stay in memory as they are, so there is
+        nothing to guard; a grid of another kind is warned about and returned as it is.
+
+    Raises
+    ------
+    RuntimeError
+        If this release of Flower reads replies in a way that is not known here.
+    """
+    if isinstance(grid, GuardedGrid) or not is_deployed(grid):
+        return grid
+    if not any(kind.__name__ == "HttpGrid" for kind in type(grid).__mro__):
+        log(WARNING, "a damaged reply can end this run: FedPCD does not know %s", type(grid).__name__)
+        return grid
+    return GuardedGrid(grid)
+
+
+class GuardedGrid(Grid):
+    """Reads every reply by itself, and turns one that cannot be read into an error reply of its sender.
+
+    Flower's ``HttpGrid`` (1.42) reads many replies in one call. One that is damaged on purpose raises there, ends the
+    run, and takes with it the honest replies that were confirmed; one whose sender stopped in the middle of sending
+    holds up all others for minutes, deadline or not; a small one may unfold to any size.
+
+    Parameters
+    ----------
+    grid : HttpGrid
+        Flower's.
     """
 
     def __init__(self, grid: Grid) -> None:
+        try:
+            from . import reply_reading
+        except ImportError as error:
+            raise RuntimeError(
+                "this release of Flower keeps replies in another way than 1.42, and FedPCD cannot guard a deployment "
+                f"against damaged ones ({error}): install flwr 1.42 on the server, or a newer FedPCD"
+            ) from error
         self._grid = grid
+        self._envelopes, self._read = reply_reading.envelopes, reply_reading.read
 
     def set_run(self, run: Any) -> None:
         """As the grid inside."""
@@ -70,7 +94,7 @@ class GuardedGrid(Grid):
 
     def get_nodes(self) -> Iterable[Any]:
         """As the grid inside."""
-        return cast(Iterable[Any], self._grid.get_nodes())
+        return self._grid.get_nodes()
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """As the grid inside."""
@@ -95,42 +119,53 @@ class GuardedGrid(Grid):
         list of Message
             At most one per message, in the order in which they came.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = float("inf") if timeout is None else time.monotonic() + timeout
         sent = list(messages)
-        # Flower's list has None for a message that the SuperLink did not take.
-        waiting = {i: m for i, m in zip(self.push_messages(sent), sent, strict=False) if i is not None}
+        # Flower's list has an empty id for a message that the SuperLink did not take.
+        waiting = {i: m for i, m in zip(self.push_messages(sent), sent, strict=False) if i}
+        arriving: dict[str, _Arrival] = {}
         replies: list[Message] = []
         while True:
-            began = time.monotonic()
-            for number, question in list(waiting.items()):
-                reply = self._pull(number, question)
-                if reply is not None:
-                    replies.append(reply)
-                    del waiting[number]
-            now = time.monotonic()
-            if not waiting or (deadline is not None and now >= deadline):
+            # The last look, at the deadline, takes its moment too.
+            until = max(deadline, time.monotonic() + _PATIENCE_SECONDS)
+            for number, envelope in self._envelopes(self._grid, waiting.keys() - arriving.keys()):
+                arriving[number] = _Arrival(self._reader(waiting[number], number, envelope, until))
+                arriving[number].join(max(0.0, min(_PATIENCE_SECONDS, until - time.monotonic())))
+            over = [number for number, arrival in arriving.items() if not arrival.is_alive()]
+            replies += [self._outcome(arriving.pop(number), waiting.pop(number)) for number in over]
+            if not waiting or time.monotonic() >= deadline:
                 return replies
-            # Asking after many replies shall not take more than half of the time.
-            pause = max(_POLL_SECONDS, now - began)
-            time.sleep(pause if deadline is None else min(pause, deadline - now))
+            time.sleep(max(0.0, min(_POLL_SECONDS, deadline - time.monotonic())))
 
-    def _pull(self, number: str, question: Message) -> Message | None:
+    def _reader(self, question: Message, number: str, envelope: Any, until: float) -> Callable[[], Message]:
+        return lambda: self._read(self._grid, question, number, envelope, until - time.monotonic())
+
+    def _outcome(self, arrival: _Arrival, question: Message) -> Message:
+        """The reply, or an error in its place."""
+        error = arrival.error
+        if arrival.reply is not None:
+            return arrival.reply
+        if not isinstance(error, Exception):  # Flower's sign that the run was stopped is none.
+            raise error or RuntimeError("a reply was read without an outcome")
+        # If it is the connection that has ended, this raises too; else it is bytes from outside, the sender's fault.
+        list(self._grid.get_node_ids())
+        reason = f"its reply cannot be read: {type(error).__name__}: {error}"
+        return Message(Error(code=ErrorCode.UNKNOWN, reason=reason), reply_to=question)
+
+
+class _Arrival(threading.Thread):
+    """Reads one reply; a daemon, so that one that is given up keeps no process alive."""
+
+    def __init__(self, read: Callable[[], Message]) -> None:
+        super().__init__(daemon=True, name="reply")
+        self._read = read
+        self.reply: Message | None = None
+        self.error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        """Read, and keep what comes of it."""
         try:
-            replies = list(self._grid.pull_messages([number]))
-            return _genuine(replies[0], number) if replies else None
-        except Exception as error:  # Bytes from outside: a fault in them is the sender's.
-            # If it is the connection or the run that has ended, this raises too.
-            list(self._grid.get_node_ids())
-            reason = f"its reply cannot be decoded: {type(error).__name__}: {error}"
-            return Message(Error(code=ErrorCode.UNKNOWN, reason=reason), reply_to=question)
-
-
-def _genuine(reply: object, number: str) -> Message:
-    """Raise unless a decoded object is a reply to this message; Flower only checks its envelope."""
-    if not isinstance(reply, Message):
-        raise TypeError(f"it is a {type(reply).__name__}, not a Message")
-    if reply.metadata.reply_to_message_id != number:
-        raise ValueError("it says that it answers another message")
-    if not reply.has_error() and not isinstance(reply.content, RecordDict):
-        raise TypeError("it has no content")
-    return reply
+            self.reply = self._read()
+        except BaseException as error:
+            self.error = error

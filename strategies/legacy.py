@@ -36,11 +36,12 @@ from flwr.common.logger import log
 from flwr.server.client_manager import ClientManager
 from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import FedAvg as FlowerFedAvg
+from flwr.serverapp import Grid
 
 from . import cohort
 from .engine import Engine, round_metrics
 from .evaluation import evaluation_report, weighted_means
-from .guarded_grid import is_deployed
+from .guarded_grid import guarded, is_deployed
 from .keywords import split, subclass
 from .logs import last_line, log_rejections
 from .model import Arrays, Model
@@ -234,7 +235,8 @@ class LegacyStrategy(FlowerFedAvg):
             proxies.clear()
             # A copy: Flower's own thread adds and removes clients at any time.
             proxies.update({str(proxy.cid): proxy for proxy in list(client_manager.all().values())})
-            self._roster.deployed = any(is_deployed(getattr(proxy, "grid", None)) for proxy in proxies.values())
+            deployed = [_guard(proxy) for proxy in proxies.values()]
+            self._roster.deployed = any(deployed)
             return list(proxies)
 
         def ask(nodes: list[Node], patience: float) -> dict[Node, Answer | RosterError]:
@@ -337,6 +339,14 @@ class _Client(ClientProxy):
     def reconnect(self, ins: ReconnectIns, timeout: float | None, group_id: int | None) -> DisconnectRes:
         """Pass on to the node."""
         return self.proxy.reconnect(ins, timeout, group_id)
+
+
+def _guard(proxy: ClientProxy) -> bool:
+    """Guard the grid of a proxy, if it has one, and say whether its node is somebody else's machine."""
+    grid = getattr(proxy, "grid", None)
+    if isinstance(grid, Grid):
+        proxy.grid = guarded(grid)  # type: ignore[attr-defined]  # Flower's GridClientProxy
+    return is_deployed(grid)
 
 
 def _name(proxy: ClientProxy) -> str:

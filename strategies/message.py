@@ -192,7 +192,7 @@ class MessageStrategy(FlowerFedAvg):
         chosen = cohort.draw(clients, size, self.engine.options.seed, server_round)
         log(INFO, "configure_train: %s of %s clients", len(chosen), len(clients))
         self._sent_at = time.perf_counter()
-        self._grid, self._config = grid, config
+        self._grid, self._config = guarded(grid), config
         self._asked = self._address(chosen, server_round, arrays, config, MessageType.TRAIN, self.engine.train_config())
         return list(self._asked.values())
 

@@ -129,7 +129,7 @@ class Roster:
     silent: dict[Node, str] = field(default_factory=dict)
     _answered: dict[Node, Answer] = field(default_factory=dict)
     _unanswered: set[Node] = field(default_factory=set)
-    _client_of: dict[Node, str] = field(default_factory=dict)
+    _site_of: dict[Node, tuple[str, int | None]] = field(default_factory=dict)
     _kind: tuple[str, int] | None = None
     _complete: bool = False
     _gave_up: bool = False
@@ -143,9 +143,10 @@ class Roster:
 
     @property
     def node_of(self) -> dict[str, Node]:
-        """The node that serves each client; of two that claim the same one, the node that joined first."""
+        """The node that serves each client; of two that claim the same one, the node that ever took part first."""
         nodes: dict[str, Node] = {}
-        for node, answer in self.answers.items():
+        rank = {node: position for position, node in enumerate(self._site_of)}
+        for node, answer in sorted(self.answers.items(), key=lambda item: rank.get(item[0], len(rank))):
             for client in answer.client_ids:
                 nodes.setdefault(client, node)
         return nodes
@@ -234,22 +235,26 @@ class Roster:
     def _hint(self, needed: int) -> str:
         parts = self._partitions()
         return (
-            f"; the nodes say num-partitions={parts}, so no more will come: ask for fewer (min-nodes)"
+            f"; the nodes say num-partitions={parts}: if that is all, lower min-nodes (min_available_nodes)"
             if 0 < parts < needed
             else ""
         )
 
     def _begin(self) -> list[str]:
         """Settle who takes part: whoever is of another kind than the run's does not."""
-        odd, self._complete, self._gave_up = self._odd(), True, False
+        odd, self._gave_up = self._odd(), False
         self.silent |= odd
         for node in odd:
             del self._answered[node]
-        for node, answer in self._answered.items():
-            self._kind = answer.kind
-            if answer.hosting == OWN:
-                self._client_of.setdefault(node, answer.client_ids[0])
+        if not self._complete:
+            self._complete, self._kind = True, next(iter(self._answered.values())).kind
+            for node, answer in self._answered.items():
+                self._remember(node, answer)
         return [f"node {node} does not take part: {reason}" for node, reason in odd.items()]
+
+    def _remember(self, node: Node, answer: Answer) -> None:
+        if answer.hosting == OWN:
+            self._site_of.setdefault(node, (answer.client_ids[0], answer.partition_id))
 
     def _odd(self) -> dict[Node, str]:
         """Nodes that answered, but say something else about the federation than most."""
@@ -295,6 +300,8 @@ class Roster:
         serving = {client: n for n, other in self._alike(answer).items() for client in other.client_ids}
         taken = sorted(set(answer.client_ids) & serving.keys(), key=client_order)
         self._answered[node] = answer
+        if self._complete:
+            self._remember(node, answer)
         if not taken:
             return []
         claim = f"node {node} claims clients that node {serving[taken[0]]} serves already: {', '.join(taken[:5])}"
@@ -317,9 +324,10 @@ class Roster:
             return error
         if self._kind is not None and answer.kind != self._kind:
             return _other_kind(answer.kind, self._kind)
-        was = self._client_of.get(node)
-        if was is not None and answer.client_ids != (was,):
-            return f"it was client {was!r} before and says {_listed(answer)} now: a node is one client for a whole run"
+        was = self._site_of.get(node)
+        if was is not None and was != (answer.client_ids[0], answer.partition_id):
+            now = _site(answer.client_ids[0], answer.partition_id)
+            return f"it was {_site(*was)} before and says {now} now: a node is one client for a whole run"
         return self._double(answer)
 
     def _double(self, answer: Answer) -> str | None:
@@ -343,6 +351,10 @@ def _other_kind(kind: tuple[str, int], most: tuple[str, int]) -> str:
         f"it is one of {kind[1]} {kind[0]!r} nodes, the others of {most[1]} {most[0]!r} ones: all nodes need a "
         "client-id in their node-config, or none"
     )
+
+
+def _site(client: str, part: int | None) -> str:
+    return f"client {client!r}" + ("" if part is None else f" with {PARTITION_ID}={part}")
 
 
 def _listed(answer: Answer) -> str:

@@ -8,6 +8,7 @@ import numpy as np
 from flwr.common import ndarrays_to_parameters
 from flwr.server import ServerConfig
 from flwr.server.compat import start_grid
+from flwr.serverapp import Grid
 
 import strategies
 from strategies import legacy
@@ -58,11 +59,13 @@ def run_message(
     return run
 
 
-def run_legacy(name: str, rounds: int = 3, nodes: int = 3, tamper: Tamper | None = None, **kw: Any) -> Run:
+def run_legacy(
+    name: str, rounds: int = 3, nodes: int = 3, tamper: Tamper | None = None, grid: Grid | None = None, **kw: Any
+) -> Run:
     """Run the same strategy of the older API."""
     run, names = Run(), list(initial_model())
     models: dict[int, list[np.ndarray]] = {}
-    grid = InProcessGrid(legacy_client(names, tamper), nodes)
+    grid = grid or InProcessGrid(legacy_client(names, tamper), nodes)
     # On a busy machine Flower's threads take longer than a second to hand over a node's answer.
     patient = {**OURS, "wait_timeout": 20.0}
     keywords = {"fraction_fit": 0.5, "min_fit_clients": 1, "num_rounds": rounds, **patient, **run.hooks(), **kw}

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
@@ -251,6 +254,18 @@ def test_an_unforeseen_error_keeps_its_traceback(fedpcd, monkeypatch):
     done = fedpcd("run", ROOT)
     assert done.exit_code == 1
     assert "ZeroDivisionError" in done.stderr
+
+
+def test_a_reader_that_has_seen_enough_gets_no_traceback():
+    program = (
+        "from cli.reporting import reported_errors\nwith reported_errors():\n    print('x' * 10**6)\n    print('y')"
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, b"")
 
 
 def test_a_run_in_this_process_trains_reports_and_can_be_reported_again(fedpcd, tmp_path):

@@ -48,7 +48,7 @@ def test_replies_that_flower_cannot_decode_cost_their_site_the_round_and_change_
     assert {(line["client_id"], line["kind"]) for line in rejections} == {(HOSTILE, "error")}
     assert [line["round"] for line in rejections if line["phase"] == "train"] == [1, 2]
     assert [line["round"] for line in rejections if line["phase"] == "evaluate"] == [0, 1, 2]
-    assert all("its reply cannot be decoded: AttributeError" in line["reason"] for line in rejections)
+    assert all("its reply cannot be read: AttributeError" in line["reason"] for line in rejections)
     assert [line["accepted"] for line in lines_of(folder / "rounds.jsonl")][1:] == [["site-a", "site-b"]] * 2
     honest = {site: part for site, part in SITES.items() if site != HOSTILE}
     assert_same_bits(model_of(folder), in_process(tmp_path, honest, {**SETTINGS, "min-nodes": 2}))

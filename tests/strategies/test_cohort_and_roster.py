@@ -146,10 +146,47 @@ def test_a_node_is_one_client_for_a_whole_run() -> None:
     # Node b returns in the name of a site that is away.
     nodes.answers["b"] = own("1")
     (warning,) = nodes.join(roster, nodes=1)
-    assert "node b does not take part: it was client '2' before and says '1' now" in warning
+    assert "node b does not take part: it was client '2' before and says client '1' now" in warning
     nodes.answers |= {"a": own("1")}
     nodes.join(roster, nodes=1)
     assert roster.node_of == {"3": "c", "1": "a"}
+
+
+def test_a_late_node_is_one_client_too_even_while_others_are_missing() -> None:
+    nodes, roster = Nodes(a=own("1"), b=own("2")), Roster()
+    nodes.join(roster, nodes=2)
+    del nodes.answers["b"]
+    nodes.answers["late"] = own("3")
+    nodes.join(roster, nodes=3)
+    del nodes.answers["late"]
+    nodes.join(roster, nodes=3)
+    nodes.answers["late"] = own("2")
+    assert any("it was client '3' before and says client '2' now" in warning for warning in nodes.join(roster))
+    assert roster.client_ids == ("1",)
+
+
+def test_a_node_does_not_take_the_part_of_the_data_of_a_site_that_is_away() -> None:
+    nodes, roster = Nodes(a=own("1", part=1), b=own("2", part=2)), Roster()
+    nodes.join(roster, nodes=2)
+    nodes.answers = {}
+    nodes.join(roster)
+    nodes.answers = {"b": own("2", part=1)}
+    assert any("was client '2' with partition-id=2 before" in warning for warning in nodes.join(roster))
+    nodes.answers["a"] = own("1", part=1)
+    nodes.join(roster)
+    assert roster.node_of == {"1": "a"}
+
+
+def test_a_client_that_another_node_served_meanwhile_is_its_own_nodes_again_when_that_returns() -> None:
+    nodes, roster = Nodes(a=own("1"), b=own("2")), Roster()
+    nodes.join(roster, nodes=2)
+    del nodes.answers["a"]
+    nodes.answers["thief"] = own("1")
+    nodes.join(roster)
+    assert roster.node_of["1"] == "thief"
+    nodes.answers["a"] = own("1")
+    nodes.join(roster)
+    assert roster.node_of == {"1": "a", "2": "b"}
 
 
 def test_before_the_first_round_a_site_may_still_correct_its_client_id() -> None:

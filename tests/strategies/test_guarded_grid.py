@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import types
+import json
+import sys
+import threading
 from collections.abc import Callable
 
 import pytest
-from flwr.app import Context, Message, RecordDict
+from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.app.message import remove_content_from_message
+from flwr.clientapp import ClientApp
 from flwr.common.serde import message_to_proto
 from flwr.proto.message_pb2 import PullObjectResponse, PushObjectResponse
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.proto.runtime_pb2 import GetNodesResponse, PullAppMessagesResponse, PushAppMessagesResponse
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents, validate_object_content
-from flwr.superlink.grid import HttpGrid, InMemoryGrid
+from flwr.supercore.run import Run, RunNotRunningException
+from flwr.superlink.grid import HttpGrid
 
 from strategies.guarded_grid import GuardedGrid, guarded, is_deployed
 from strategies.inprocess import InProcessGrid
 from strategies.logs import last_line
-from tests.federations import run_message
-from tests.support import assert_same_bits, hosted, message_client
+from tests.federations import run_legacy, run_message
+from tests.support import assert_same_bits, hosted, initial_model, legacy_client, message_client
 
 SITES = {11: "3", 12: "7", 13: "9"}
 """Node ids and the clients that they are."""
@@ -35,11 +39,14 @@ Damage = Callable[[Message, Contents], bytes]
 class SuperLinkInMemory:
     """Flower's Runtime API as far as a grid calls it; one site's training replies may be damaged."""
 
-    def __init__(self, damage: Damage | None = None) -> None:
-        self.app = message_client()
+    def __init__(self, damage: Damage | None = None, app: ClientApp | None = None) -> None:
+        self.app = app or message_client()
         self.damage = damage
         self.objects: Contents = {}
         self.replies: dict[str, tuple[object, object]] = {}
+        self.replies_to: dict[str, str] = {}
+        self.unasked: list[tuple[object, object]] = []
+        self.lock = threading.Lock()
         self.nodes = list(SITES)
         self.configs = {node: {"client-id": client} for node, client in SITES.items()}
 
@@ -58,10 +65,12 @@ class SuperLinkInMemory:
         return PushObjectResponse(stored=True)
 
     def PullMessages(self, request) -> PullAppMessagesResponse:  # noqa: N802
-        for number in request.message_ids:
-            if number in self.objects:
-                self._answer(number)
-        found = [self.replies.pop(number) for number in request.message_ids if number in self.replies]
+        with self.lock:
+            for number in request.message_ids:
+                if number in self.objects:
+                    self._answer(number)
+        found = list(self.unasked)
+        found += [self.replies.pop(number) for number in request.message_ids if number in self.replies]
         return PullAppMessagesResponse(messages_list=[m for m, _ in found], message_object_trees=[t for _, t in found])
 
     def PullObject(self, request) -> PullObjectResponse:  # noqa: N802
@@ -79,20 +88,27 @@ class SuperLinkInMemory:
         node = question.metadata.dst_node_id
         reply = self.app(question, Context(1, node, self.configs[node], RecordDict(), {}))
         contents = {name: part.deflate() for name, part in get_all_nested_objects(reply).items()}
-        root = reply.object_id
+        envelope, root = _envelope(reply), reply.object_id
         if self.damage is not None and node == BAD and question.metadata.message_type == "train":
             contents, root = _replace(contents, root, self.damage(reply, contents))
             for content in contents.values():
                 validate_object_content(content)  # Flower's SuperLink takes it
         self.objects |= contents
-        envelope = message_to_proto(remove_content_from_message(reply))
-        envelope.metadata.message_id = root
-        tree = get_object_tree(reply)
-        tree.ClearField("children")
-        tree.object_id = root
-        tree.children.extend(type(tree)(object_id=name) for name in contents if name != root)
-        self.replies[number] = (envelope, tree)
+        self.replies[number], self.replies_to[number] = _addressed(envelope, contents, root), root
         del self.objects[number]
+
+
+def _envelope(message: Message) -> tuple[object, object]:
+    return message_to_proto(remove_content_from_message(message)), get_object_tree(message)
+
+
+def _addressed(envelope: tuple[object, object], contents: Contents, root: str) -> tuple[object, object]:
+    """Let an envelope refer to these objects."""
+    message, tree = envelope
+    message.metadata.message_id = tree.object_id = root
+    tree.ClearField("children")
+    tree.children.extend(type(tree)(object_id=name) for name in contents if name != root)
+    return envelope
 
 
 def _ids(tree) -> set[str]:
@@ -128,21 +144,29 @@ def _relabelled(reply: Message, contents: Contents) -> bytes:
     return reply.deflate()
 
 
+def _bomb(reply: Message, contents: Contents) -> bytes:
+    # One chunk of the weights' 80 bytes, named a million times.
+    body = {"dtype": "float32", "shape": [1], "stype": "numpy.ndarray", "arraychunk_ids": [0] * 10**6}
+    return _body(b"Array", contents, json.dumps(body).encode())
+
+
 DAMAGES: dict[str, tuple[Damage, str]] = {
     "metrics without a value": (lambda r, c: _body(b"MetricRecord", c, b"\n\x03\n\x01a"), "AttributeError"),
     "metrics that are no protobuf": (lambda r, c: _body(b"MetricRecord", c, b"\xff" * 9), "DecodeError"),
-    "arrays that are no protobuf": (lambda r, c: _body(b"ArrayRecord", c, b"\xff" * 9), "its reply cannot be decoded"),
+    "arrays that are no protobuf": (lambda r, c: _body(b"ArrayRecord", c, b"\xff" * 9), "its reply cannot be read"),
     "a message that is no protobuf": (lambda r, c: _body(b"Message", c, b"\xff" * 9), "DecodeError"),
     "a message without content": (lambda r, c: _body(b"Message", c, b"", children=False), "IndexError"),
+    "an array that unfolds": (_bomb, "its arrays have "),
+    "too much besides arrays": (lambda r, c: _body(b"MetricRecord", c, bytes(2**24)), "bytes besides its arrays"),
     "another's label": (_relabelled, "says that it answers another message"),
 }
 
 
-def http_grid(damage: Damage | None = None) -> HttpGrid:
+def http_grid(damage: Damage | None = None, app: ClientApp | None = None) -> HttpGrid:
     """Flower's grid of a deployment."""
     grid = HttpGrid(token="t")
-    grid._client = SuperLinkInMemory(damage)
-    grid._run = types.SimpleNamespace(run_id=1)
+    grid._client = SuperLinkInMemory(damage, app)
+    grid.set_run(Run.create_empty(1))
     return grid
 
 
@@ -187,40 +211,94 @@ def test_of_a_deployment_one_site_that_calls_itself_simulated_does_not_shut_out_
     assert [r.accepted for r in run(grid).rounds] == [("3", "7", "9")] * 2
 
 
-class RunGoneError(Exception):
-    """What Flower raises when the run was stopped, or the connection is lost for good."""
+@pytest.mark.parametrize("damage", [None, DAMAGES["metrics without a value"][0]])
+def test_what_a_node_sends_unasked_costs_nobody_the_round(damage: Damage | None) -> None:
+    # Flower's SuperLink takes any registered node's message to the server, and hands it out with the replies.
+    grid = http_grid()
+    stray = Message(RecordDict({"metrics": MetricRecord({"a": 1.0})}), 1, "train")
+    contents, root = {name: part.deflate() for name, part in get_all_nested_objects(stray).items()}, stray.object_id
+    if damage is not None:
+        contents, root = _replace(contents, root, damage(stray, contents))
+    grid._client.objects |= contents
+    grid._client.unasked.append(_addressed(_envelope(stray), contents, root))
+    assert [r.accepted for r in run(grid).rounds] == [("3", "7", "9")] * 2
 
 
-def test_the_end_of_the_run_or_the_connection_is_no_clients_fault() -> None:
+def test_the_older_api_is_guarded_too() -> None:
+    names = list(initial_model())
+    grid = http_grid(DAMAGES["metrics without a value"][0], legacy_client(names))
+    run = run_legacy("fedpcd", rounds=1, grid=grid, fraction_fit=1.0)
+    assert run.rounds[0].accepted == ("3", "9")
+    assert [(j.client_id, j.kind) for j in run.rounds[0].rejections] == [("7", "error")]
+    assert "its reply cannot be read" in run.rounds[0].rejections[0].reason
+
+
+def test_a_reply_of_too_many_objects_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("strategies.reply_reading._MOST_OBJECTS", 2)
+    (reply,) = guarded(http_grid()).send_and_receive([Message(RecordDict(), 11, "query")])
+    assert reply.error.reason == "its reply cannot be read: ValueError: it has more than 2 objects"
+
+
+def test_no_more_is_fetched_than_a_reply_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("strategies.reply_reading._ROOM_BYTES", 0)
+    monkeypatch.setattr("strategies.reply_reading._MOST_PLAIN_BYTES", 100)
+    (reply,) = guarded(http_grid()).send_and_receive([Message(RecordDict(), 11, "query")])
+    assert reply.error.reason == "its reply cannot be read: ValueError: it has more than 100 bytes"
+
+
+GONE = {"the run was stopped": RunNotRunningException(), "the connection is lost": ConnectionError("refused")}
+
+
+@pytest.mark.parametrize("kind", GONE)
+@pytest.mark.parametrize("while_doing", ["PullMessages", "PullObject"])
+def test_the_end_of_the_run_or_the_connection_is_no_clients_fault(while_doing: str, kind: str) -> None:
     grid = http_grid()
 
     def gone(_: object) -> None:
-        raise RunGoneError
+        raise GONE[kind]
 
-    for name in ("PullMessages", "GetNodes"):
+    for name in (while_doing, "GetNodes"):
         setattr(grid._client, name, gone)
-    question = Message(RecordDict(), 11, "query")
-    with pytest.raises(RunGoneError):
-        guarded(grid).send_and_receive([question], timeout=1.0)
+    with pytest.raises(type(GONE[kind])):
+        guarded(grid).send_and_receive([Message(RecordDict(), 11, "query")])
 
 
 def test_the_wait_for_who_does_not_answer_ends_at_the_deadline_with_the_others_replies() -> None:
     grid = http_grid()
-    runtime = grid._client
-    runtime.PullMessages, pull = (
-        (lambda r: pull(r) if number not in r.message_ids else PullAppMessagesResponse()),
-        (runtime.PullMessages),
-    )
+    runtime, pull = grid._client, grid._client.PullMessages
+    runtime.PullMessages = lambda r: pull(type(r)(message_ids=[i for i in r.message_ids if i != number]))
     first, second = Message(RecordDict(), 11, "query"), Message(RecordDict(), 13, "query")
     number = first.object_id
     (reply,) = guarded(grid).send_and_receive([first, second], timeout=0.05)
     assert reply.metadata.src_node_id == 13
     assert guarded(grid).send_and_receive([first], timeout=0.0) == []
+    (reply,) = guarded(grid).send_and_receive([second], timeout=0.0)
+    assert reply.metadata.src_node_id == 13
+
+
+def test_a_reply_whose_sender_stopped_in_the_middle_does_not_hold_up_the_others(monkeypatch) -> None:
+    monkeypatch.setattr("strategies.guarded_grid._PATIENCE_SECONDS", 0.1)
+    grid, stopped = http_grid(), threading.Event()
+    runtime, pull = grid._client, grid._client.PullObject
+    questions = [Message(RecordDict(), node, "query") for node in SITES]
+    late = questions[0].object_id
+
+    def pull_object(request):
+        half = runtime.replies_to[late] == request.object_id and not stopped.is_set()
+        return PullObjectResponse(object_found=True, object_available=False) if half else pull(request)
+
+    runtime.PullObject = pull_object
+    replies = guarded(grid).send_and_receive(questions, timeout=0.5)
+    assert {reply.metadata.src_node_id for reply in replies} == {12, 13}
+    # Flower asks again after a second; a reply that is complete by then counts, and nobody waits for another.
+    threading.Timer(0.2, stopped.set).start()
+    replies = guarded(grid).send_and_receive(questions[:1], timeout=30.0)
+    assert [reply.metadata.src_node_id for reply in replies] == [11]
 
 
 def test_a_message_that_the_superlink_does_not_take_is_not_waited_for() -> None:
     grid = http_grid()
-    grid.push_messages = lambda messages: [None for _ in messages]
+    grid.push_messages = lambda messages: ["" for _ in messages]
     assert guarded(grid).send_and_receive([Message(RecordDict(), 11, "query")]) == []
 
 
@@ -231,5 +309,21 @@ def test_the_grid_that_flower_deploys_is_guarded_once_and_a_simulations_is_left_
     assert guarded(once) is once
     in_process = InProcessGrid(message_client(), 1)
     assert guarded(in_process) is in_process
-    assert [is_deployed(grid) for grid in (once, http_grid(), in_process, None)] == [True, True, False, False]
-    assert not issubclass(InMemoryGrid, HttpGrid)
+    assert [is_deployed(grid) for grid in (once, http_grid(), in_process, None)] == [True, True, False, True]
+
+
+class OtherGrid:
+    """A grid that is neither Flower's nor ours."""
+
+
+def test_a_grid_of_an_unknown_kind_is_used_as_it_is_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    other = OtherGrid()
+    assert guarded(other) is other
+    assert "a damaged reply can end this run: FedPCD does not know OtherGrid" in caplog.text
+
+
+def test_another_release_of_flower_that_cannot_be_guarded_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "strategies.reply_reading", None)
+    monkeypatch.delattr("strategies.reply_reading", raising=False)
+    with pytest.raises(RuntimeError, match=r"this release of Flower .* install flwr 1\.42 on the server"):
+        guarded(http_grid())
