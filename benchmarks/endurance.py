@@ -35,7 +35,7 @@ from rich.table import Table
 
 from cli.app_folder import AppFolder
 from cli.engines import run_in_process, run_simulation
-from cli.superlink import marked_processes
+from cli.reaper import marked_processes
 from client_app.app import app as client_app
 from server_app.experiment import run_experiment
 from server_app.report import make_console
@@ -47,7 +47,7 @@ ROOT = Path(__file__).parents[1]
 CLIENTS, SHARE, WINDOW = 20, 0.25, 10
 """Five of twenty clients per round: the window of ten rounds holds nearly all of them, most from earlier rounds."""
 MARKS = ("A_ENDURANCE", "ENDURANCE", "Z_ENDURANCE")
-"""Environment variables by which descendants are found; several, see `cli.superlink.marked_processes`."""
+"""Environment variables by which descendants are found; several, see `cli.reaper.marked_processes`."""
 
 
 @dataclass(frozen=True)

@@ -385,7 +385,7 @@ secrets. Every machine needs the app: pip install '.[app]'
 
 1. The SuperLink's machine gets the folder superlink/. There, in that folder, two processes:
 
-     flower-superlink --host 0.0.0.0 --port {port} --database state.db --enable-supernode-auth \\
+     flower-superlink --host 0.0.0.0 --port {port} --database superlink.db --enable-supernode-auth \\
        --ssl-ca-certfile ca.crt --ssl-certfile server.pem --ssl-keyfile server.key \\
        --isolation process --superexec-auth-secret-file executor.key --disable-runtime-dependency-installation
      flower-superexec --runtime-api-address localhost:{port} --root-certificates ca.crt \\
@@ -410,7 +410,10 @@ secrets. Every machine needs the app: pip install '.[app]'
 
    and then, in the folder of the app:
 
-     flwr run . {CONNECTION} --stream
+     flwr run . {CONNECTION} --stream --run-config \
+       "dataset='image-folder' image-classes='benign,malignant' fraction-train=1.0 min-nodes=2"
+
+   with the classes of the sites' images, and min-nodes above half of the sites. docs/data.md: how images must lie.
 
 One more site: `fedpcd federation add-site . NAME`, then steps 2 and 3.
 A site that keeps its private key to itself makes it by `ssh-keygen -t ecdsa -b 384 -N '' -f node.key` and sends only

@@ -120,7 +120,7 @@ def run(
             changes["compare-with"] = compare_with
         if resume is not None:
             changes["resume"] = str(resume.expanduser().resolve())
-        earlier = _earlier_settings(folder, str(changes.get("resume", "")))
+        earlier = _earlier_settings(folder, changes)
         place = changes["results-dir"] = _absolute(results_dir, str(changes.get("results-dir", "")))
         values = {**folder.declared, **earlier, **changes}
         folder.check(values)  # Flower and Ray take their time to start
@@ -139,15 +139,19 @@ def run(
                 run_in_process(folder, changes, nodes=nodes)
 
 
-def _earlier_settings(folder: AppFolder, resume: str) -> Mapping[str, Value]:
-    """The settings of the run to go on with, after the app has looked at it; none for a new run."""
-    if not resume:
+def _earlier_settings(folder: AppFolder, changes: Mapping[str, Value]) -> Mapping[str, Value]:
+    """The settings of the run to go on with, after the app has looked whether it can; none for a new run."""
+    if not changes.get("resume"):
         return {}
-    library = folder.module("server_app.resume")
+    library, given = folder.module("server_app.resume"), {**folder.declared, **changes}
+    folder.check(given)
     try:
-        settings: Mapping[str, Value] = library.interrupted_run(Path(resume)).run_config
+        run = library.interrupted_run(Path(str(changes["resume"])))
+        config = folder.module("server_app.config").ServerConfig.from_run_config(given)
+        library.require_something_to_do(run, library.resumed_config(config, run))
     except ValueError as error:  # ConfigError
         raise UsageError(str(error)) from error
+    settings: Mapping[str, Value] = run.run_config
     return settings
 
 
@@ -174,7 +178,11 @@ def report(
     ],
     output: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="The picture (.png).", show_default="comparison.png in the run's folder"),
+        typer.Option(
+            metavar="FILE",
+            help="The picture (.png).",
+            show_default="comparison.png, in the run's folder if it is one run",
+        ),
     ] = None,
     app_dir: Annotated[Path, typer.Option("--app", help="Folder of the Flower app.", show_default=".")] = Path(),
 ) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 from .app_folder import INSTALL, Value
 from .errors import RunError, UsageError
 from .interruption import uninterrupted
+from .reaper import end_marked, watch
 from .run_config import to_toml
 from .simulation_log import readable
 
@@ -35,7 +36,7 @@ class LocalSuperLink:
     Flower's shared local SuperLink outlives every command and keeps the folder, the environment and the
     Python of whoever started it first. This one belongs to a single command: it runs in the app's folder, so
     that Ray workers find this app's code, and on leaving the context it goes, with all processes that came
-    from it, Ray's included.
+    from it, Ray's included; also if the command is killed.
 
     Parameters
     ----------
@@ -54,6 +55,7 @@ class LocalSuperLink:
         # Under /tmp whatever TMPDIR says: Ray's socket paths must stay below 107 characters.
         self.folder = Path(tempfile.mkdtemp(prefix="fedpcd-", dir="/tmp"))
         self.mark = str(self.folder)
+        self._reaper = watch(self.folder)
         try:
             self._start()
         except BaseException:
@@ -209,23 +211,12 @@ class LocalSuperLink:
                 os.killpg(self._process.pid, signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=3.0)
-            self._kill_descendants()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            end_marked(self.mark)  # Flower and Ray detach their helpers, so the group does not hold them all
             self._process.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
-
-    def _kill_descendants(self) -> None:
-        """Kill what is left: Flower and Ray detach their helpers, so the group does not hold them all."""
-        assert self._process is not None
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        for _ in range(50):
-            left = marked_processes(self.mark)
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            if not left:
-                return
-            time.sleep(0.1)
+        self._reaper.communicate()
 
 
 def ask_flower(flwr: str, *arguments: str, env: Mapping[str, str]) -> dict[str, Any]:
@@ -245,20 +236,6 @@ def ask_flower(flwr: str, *arguments: str, env: Mapping[str, str]) -> dict[str, 
     if not answer.get("success", False):
         raise RunError(str(answer.get("error-message") or answer.get("error") or answer))
     return answer
-
-
-def marked_processes(mark: str) -> list[int]:
-    """Ids of the processes whose environment contains `mark`; empty where there is no ``/proc``.
-
-    Ray's processes write their titles over part of their environment, in which variables come in any order: a mark must
-    stand in several variables to be found again with certainty.
-    """
-    found = []
-    for environ in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if mark.encode() in environ.read_bytes():
-                found.append(int(environ.parent.name))
-    return found
 
 
 def free_port() -> int:

@@ -15,8 +15,9 @@ from flwr.app import Context
 from torch import nn
 
 from client_app import client_state, hosting, streams
-from client_app.config import TaskConfig
+from client_app.config import ConfigError, TaskConfig
 from client_app.data import load_dataset
+from client_app.data_sources import DataError
 from client_app.models import build_model
 from client_app.needs import NO_NEEDS, Needs
 from client_app.newton import quasi_newton
@@ -96,6 +97,17 @@ def describe_node(context: Context) -> hosting.Roster:
     DataError
         If a deployed node's data are missing or damaged.
     """
+    site = context.node_config.get(hosting.CLIENT_ID)
+    try:
+        return _describe(context)
+    except (ConfigError, DataError) as error:
+        if site is None:
+            raise
+        # The server knows the node by its number only.
+        raise type(error)(f"{hosting.CLIENT_ID}={site!r}: {error}") from error
+
+
+def _describe(context: Context) -> hosting.Roster:
     task = task_of(context)
     resolve_device(task.device)
     roster = hosting.describe(task, context.node_config)

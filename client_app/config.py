@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any, Final
 
 IMAGE_FOLDER: Final = "image-folder"
-DATASETS: Final = ("digits", "fashion-mnist", "cifar10", "cifar100", IMAGE_FOLDER)
+EMBEDDED: Final = "digits"
+"""The data set that is read from no folder."""
+DATASETS: Final = (EMBEDDED, "fashion-mnist", "cifar10", "cifar100", IMAGE_FOLDER)
 MODELS: Final = ("auto", "mlp", "cnn", "resnet18")
 PARTITIONS: Final = ("dirichlet", "iid", "shards", "dirichlet-classes", "pathological")
 MAX_SEED: Final = 2**63 - 1
@@ -88,7 +90,7 @@ class TaskConfig:
         If a value has the wrong type or is out of range.
     """
 
-    dataset: str = "digits"
+    dataset: str = EMBEDDED
     data_dir: str = ""
     image_classes: str = ""
     image_size: int = 32

@@ -194,10 +194,9 @@ def _check_folder(task: TaskConfig) -> None:
         )
     if value and not task.data_path.is_dir():
         fault = "is not a folder" if task.data_path.exists() else "does not exist"
-        raise ConfigError(
-            f"{key}={value!r} {fault}: create the folder, give the one that holds the data"
-            + ("" if task.dataset == IMAGE_FOLDER or task.data_root else f" sets, or '' for {DEFAULT_FOLDER}")
-        )
+        default = "" if task.dataset == IMAGE_FOLDER or task.data_root else f" sets, or '' for {DEFAULT_FOLDER}"
+        give = "give the one that holds the data" if default else "or give the one that holds the data"
+        raise ConfigError(f"{key}={value!r} {fault}: create the folder, {give}{default}")
 
 
 @lru_cache(maxsize=4)

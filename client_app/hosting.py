@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from client_app.config import DEFAULT_FOLDER, IMAGE_FOLDER, ConfigError, TaskConfig
+from client_app.config import DEFAULT_FOLDER, EMBEDDED, IMAGE_FOLDER, ConfigError, TaskConfig
 from strategies import protocol
 
 PARTITION_ID: Final = "partition-id"
@@ -85,6 +85,12 @@ def task_on_node(run_config: Mapping[str, Any], node_config: Mapping[str, Any]) 
     if CLIENT_ID not in node_config:
         return task
     root, state = node_config.get(DATA_ROOT, ""), node_config.get(STATE_DIR, "")
+    if root and task.dataset == EMBEDDED:
+        raise ConfigError(
+            f"{DATA_ROOT}={root!r} in the node config would not be used: dataset={EMBEDDED!r} comes with the app; "
+            f"start the run with dataset={IMAGE_FOLDER!r} and image-classes, or leave {DATA_ROOT} out and give "
+            f"{PARTITION_ID}"
+        )
     return dataclasses.replace(task, data_root=root, state_dir=state or DEFAULT_FOLDER)
 
 

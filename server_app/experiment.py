@@ -10,7 +10,13 @@ from server_app.config import ConfigError, ServerConfig
 from server_app.evaluation import ServerEvaluation, initial_arrays
 from server_app.progress import quiet_loop
 from server_app.report import PICTURE, compare, make_console
-from server_app.resume import client_settings, interrupted_run, kept_settings, resumed_config
+from server_app.resume import (
+    client_settings,
+    interrupted_run,
+    kept_settings,
+    require_something_to_do,
+    resumed_config,
+)
 from server_app.run_folder import default_run_name, new_run_folder
 from server_app.strategy_folder import StrategyFolder, clean
 from server_app.strategy_run import ExperimentError, StrategyRun
@@ -111,7 +117,11 @@ class Experiment:
         self._client_settings = client_settings(self.config, run_config)
         self.grid = guarded(grid)
         self.console = console
-        self._require_something_to_do()
+        if self.interrupted is not None:
+            require_something_to_do(self.interrupted, self.config)
+            for name in self.config.order:
+                if self.interrupted.summary(name) is not None:  # it may have died before it had cleaned up
+                    clean(self.interrupted.folder / name)
         kept = {} if self.interrupted is None else kept_settings(given, self.interrupted)
         if kept:
             self.say(f"the run keeps {', '.join(f'{key}={value!r}' for key, value in kept.items())}")
@@ -194,22 +204,6 @@ class Experiment:
         config = self.config
         automatic = default_run_name(config.task.dataset, config.strategy, config.task.seed)
         return new_run_folder(config.results_path, config.run_name or automatic, automatic=not config.run_name)
-
-    def _require_something_to_do(self) -> None:
-        if self.interrupted is None:
-            return
-        summaries = [self.interrupted.summary(name) for name in self.config.order]
-        for name, summary in zip(self.config.order, summaries, strict=True):
-            if summary is not None:  # it may have died before it had cleaned up
-                clean(self.interrupted.folder / name)
-        rounds = [summary["rounds"] for summary in summaries if summary is not None]
-        if any(done != self.config.num_server_rounds for done in rounds):
-            raise ConfigError(
-                f"num-server-rounds={self.config.num_server_rounds} is not allowed: a strategy of this run is complete "
-                f"with {rounds[0]} rounds"
-            )
-        if None not in summaries:
-            raise ConfigError(f"resume={str(self.interrupted.folder)!r}: this run is complete, there is nothing to do")
 
     def _require_large_enough_cohorts(self) -> None:
         config = self.config

@@ -23,6 +23,7 @@ __all__ = [
     "fixed_settings",
     "interrupted_run",
     "kept_settings",
+    "require_something_to_do",
     "resumed_config",
 ]
 
@@ -138,6 +139,32 @@ def resumed_config(given: ServerConfig, run: InterruptedRun) -> ServerConfig:
         )
     result |= {"results-dir": str(run.folder.parent), "run-name": run.folder.name, "resume": str(run.folder)}
     return ServerConfig.from_run_config(result)
+
+
+def require_something_to_do(run: InterruptedRun, config: ServerConfig) -> None:
+    """Refuse to go on with a run that is complete.
+
+    Parameters
+    ----------
+    run : InterruptedRun
+        The run.
+    config : ServerConfig
+        The settings with which it shall go on, see `resumed_config`.
+
+    Raises
+    ------
+    ConfigError
+        If all strategies are complete, or one of them with another number of rounds.
+    """
+    summaries = [run.summary(name) for name in config.order]
+    rounds = [summary["rounds"] for summary in summaries if summary is not None]
+    if any(done != config.num_server_rounds for done in rounds):
+        raise ConfigError(
+            f"num-server-rounds={config.num_server_rounds} is not allowed: a strategy of this run is complete with "
+            f"{rounds[0]} rounds"
+        )
+    if None not in summaries:
+        raise ConfigError(f"resume={str(run.folder)!r}: this run is complete, there is nothing to do")
 
 
 def kept_settings(given: ServerConfig, run: InterruptedRun) -> dict[str, Value]:

@@ -125,6 +125,17 @@ def test_resume_takes_the_settings_of_the_run(fedpcd, simulation, tmp_path):
     assert "fedpcd goes on after round 2" in done.output
 
 
+def test_a_complete_run_has_nothing_to_resume_and_nothing_is_started(fedpcd, simulation, tmp_path):
+    run_app(settings_of_a_small_run(tmp_path, "run"))
+    done = fedpcd("run", ROOT, "--resume", tmp_path / "run")
+    assert done.exit_code == 2
+    assert "this run is complete, there is nothing to do" in done.stderr
+    done = fedpcd("run", ROOT, "--resume", tmp_path / "run", "-c", "tau=0.9")
+    assert done.exit_code == 2
+    assert "tau=0.9 (the run has " in done.stderr
+    assert simulation == []
+
+
 def test_resume_names_a_folder_that_holds_no_run_before_anything_is_started(fedpcd, simulation, tmp_path):
     done = fedpcd("run", ROOT, "--resume", tmp_path / "typo")
     assert done.exit_code == 2

@@ -11,7 +11,8 @@ import textwrap
 import pytest
 
 from cli.errors import RunError
-from cli.superlink import LocalSuperLink, marked_processes
+from cli.reaper import end_marked, marked_processes
+from cli.superlink import LocalSuperLink
 
 SERVER = """
     import http.server, subprocess, sys
@@ -149,14 +150,13 @@ def test_a_log_that_breaks_off_is_an_error(programs, tmp_path):
 def test_a_signal_during_the_cleanup_does_not_cut_it_short(programs, tmp_path, monkeypatch):
     programs("flower-superlink", SERVER)
     superlink = LocalSuperLink(tmp_path).__enter__()
-    kill = superlink._kill_descendants
 
-    def impatient():
+    def impatient(mark):
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.raise_signal(number)
-        kill()
+        end_marked(mark)
 
-    monkeypatch.setattr(superlink, "_kill_descendants", impatient)
+    monkeypatch.setattr("cli.superlink.end_marked", impatient)
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     superlink.close()
     assert marked_processes(superlink.mark) == []

@@ -111,8 +111,15 @@ def test_a_nodes_own_data_and_device_go_before_the_runs() -> None:
     node = {"client-id": "site-a", "partition-id": 3, "device": "cuda:1", "data-dir": "/mine"}
     task = task_on_node({"data-dir": "/theirs", "device": "cpu", "seed": 3}, node)
     assert (task.seed, task.device, task.data_dir, str(task.data_path)) == (3, "cuda:1", "/mine", "/mine")
-    own = task_on_node({"data-dir": "/theirs"}, {"client-id": "site-a", "data-root": "/mine", "state-dir": "/state"})
+    run = {"data-dir": "/theirs", "dataset": "cifar10"}
+    own = task_on_node(run, {"client-id": "site-a", "data-root": "/mine", "state-dir": "/state"})
     assert (str(own.data_path), own.state_dir) == ("/mine", "/state")
+
+
+@pytest.mark.parametrize("part", [{}, {"partition-id": 3}])
+def test_data_of_a_sites_own_that_the_run_would_not_read_are_an_error(part: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=r"data-root='/mine' .* would not be used: dataset='digits'.*'image-folder'"):
+        task_on_node({}, {"client-id": "site-a", "data-root": "/mine", **part})
 
 
 def test_only_deployed_clients_have_a_state_folder() -> None:
@@ -156,10 +163,10 @@ def test_folders_of_one_client_need_its_name(key: str) -> None:
     [
         ({}, {"client-id": "2"}, 2),
         ({}, {"client-id": "site-a", "partition-id": 3}, 3),
-        ({}, {"client-id": "site-a", "partition-id": 3, "data-root": "/x"}, 3),
+        ({"dataset": "cifar10"}, {"client-id": "site-a", "partition-id": 3, "data-root": "/x"}, 3),
         (OWN_IMAGES, {"client-id": "site-a", "partition-id": 3, "data-dir": "/x"}, 3),
         (OWN_IMAGES, {"client-id": "site-a", "partition-id": 3, "data-root": "/x"}, None),
-        ({}, {"client-id": "site-a", "data-root": "/x"}, None),
+        ({"dataset": "cifar10"}, {"client-id": "site-a", "data-root": "/x"}, None),
     ],
 )
 def test_a_roster_names_the_part_of_data_that_others_have_too(

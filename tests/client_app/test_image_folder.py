@@ -343,8 +343,9 @@ def test_if_the_site_is_needed_the_run_is_refused_at_once_with_the_files_name(tm
     nodes = federation(tmp_path)
     file = tmp_path / "site-a" / "train" / "red" / "3.png"
     file.write_text("broken")
-    with pytest.raises(RosterError, match=rf"refuse it: 2 of 3 nodes are ready(?s:.)*{file} cannot be used"):
+    with pytest.raises(RosterError, match=rf"refuse it: 2 of 3 nodes are ready(?s:.)*{file} cannot be used") as error:
         run(tmp_path, nodes, **{"min-nodes": 3, "wait-for-nodes": 600.0})
+    assert "client-id='site-a': " in str(error.value)
     assert not (tmp_path / "results").exists()
 
 

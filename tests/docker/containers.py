@@ -31,7 +31,8 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from cli.superlink import free_port, marked_processes
+from cli.reaper import marked_processes
+from cli.superlink import free_port
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from cli.superlink import free_port, marked_processes
+from cli.reaper import marked_processes
+from cli.superlink import free_port
 from tests.docker.containers import ROOT, SCRIPTS
 
 GUIDE = (ROOT / "docs" / "deployment.md").read_text()

@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from cli.superlink import LocalSuperLink, free_port, marked_processes
+from cli.reaper import marked_processes
+from cli.superlink import LocalSuperLink, free_port
 from client_app.app import app as client_app
 from server_app.experiment import run_experiment
 from strategies.inprocess import InProcessGrid

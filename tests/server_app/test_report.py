@@ -281,6 +281,17 @@ def test_the_title_holds_what_all_runs_share_and_a_note_the_rest(tmp_path: Path)
     assert "20 clients, Dirichlet alpha 0.01, 10% per round" in words(drawing(*folders))
 
 
+def test_images_of_the_sites_own_are_not_said_to_be_divided(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a" / "fedpcd", setting={"dataset": "image-folder"})
+    config = json.loads((folder / "config.json").read_text())
+    assert "Dirichlet" in printed([folder]).splitlines()[0]
+    (folder / "config.json").write_text(json.dumps(config | {"hosting": "own"}))
+    assert (
+        printed([folder]).splitlines()[0]
+        == "Fairness over all clients: image-folder, 20 clients, 10% per round, seed 3"
+    )
+
+
 def test_many_values_of_a_setting_are_cut_short_in_the_note(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / str(seed) / "fedpcd", setting={"seed": seed}, rounds=1) for seed in range(6)]
     assert "seed (0, 1, 2, ...)" in printed(folders)
