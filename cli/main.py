@@ -148,7 +148,9 @@ def _earlier_settings(folder: AppFolder, changes: Mapping[str, Value]) -> Mappin
     try:
         run = library.interrupted_run(Path(str(changes["resume"])))
         config = folder.module("server_app.config").ServerConfig.from_run_config(given)
-        library.require_something_to_do(run, library.resumed_config(config, run))
+        config = library.resumed_config(config, run)
+        folder.module("server_app.strategy_folder").clean_complete(run, config.order)
+        library.require_something_to_do(run, config)
     except ValueError as error:  # ConfigError
         raise UsageError(str(error)) from error
     settings: Mapping[str, Value] = run.run_config

@@ -18,7 +18,7 @@ from server_app.resume import (
     resumed_config,
 )
 from server_app.run_folder import default_run_name, new_run_folder
-from server_app.strategy_folder import StrategyFolder, clean
+from server_app.strategy_folder import StrategyFolder, clean_complete
 from server_app.strategy_run import ExperimentError, StrategyRun
 from strategies import METHODS, cohort
 from strategies.describe import describe
@@ -118,10 +118,8 @@ class Experiment:
         self.grid = guarded(grid)
         self.console = console
         if self.interrupted is not None:
+            clean_complete(self.interrupted, self.config.order)
             require_something_to_do(self.interrupted, self.config)
-            for name in self.config.order:
-                if self.interrupted.summary(name) is not None:  # it may have died before it had cleaned up
-                    clean(self.interrupted.folder / name)
         kept = {} if self.interrupted is None else kept_settings(given, self.interrupted)
         if kept:
             self.say(f"the run keeps {', '.join(f'{key}={value!r}' for key, value in kept.items())}")

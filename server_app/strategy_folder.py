@@ -15,15 +15,16 @@ from server_app.run_folder import require_unused
 from strategies import protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
     from flwr.app import ArrayRecord
 
     from server_app.config import ServerConfig
+    from server_app.resume import InterruptedRun
     from strategies.engine import Memory
 
-__all__ = ["StrategyFolder", "clean"]
+__all__ = ["StrategyFolder", "clean", "clean_complete"]
 
 _CHECKPOINTS: Final = "checkpoints"
 _CLIENT_STATE: Final = "client-state"
@@ -145,6 +146,21 @@ class StrategyFolder:
         size = self._store.size / 2**20
         self._say(f"{self.path.name} goes on after round {checkpoint.round}, from a checkpoint of {size:.1f} MiB")
         return checkpoint
+
+
+def clean_complete(run: InterruptedRun, names: Iterable[str]) -> None:
+    """Remove what only a resumption needs from the strategies that are complete; the results stay.
+
+    Parameters
+    ----------
+    run : InterruptedRun
+        A run that may have died before it had cleaned up.
+    names : iterable of str
+        Its strategies.
+    """
+    for name in names:
+        if run.summary(name) is not None:
+            clean(run.folder / name)
 
 
 def clean(path: Path) -> None:

@@ -127,7 +127,9 @@ def test_resume_takes_the_settings_of_the_run(fedpcd, simulation, tmp_path):
 
 def test_a_complete_run_has_nothing_to_resume_and_nothing_is_started(fedpcd, simulation, tmp_path):
     run_app(settings_of_a_small_run(tmp_path, "run"))
+    (tmp_path / "run" / "fedpcd" / "checkpoints").mkdir()  # it died before it had cleaned up
     done = fedpcd("run", ROOT, "--resume", tmp_path / "run")
+    assert not (tmp_path / "run" / "fedpcd" / "checkpoints").exists()
     assert done.exit_code == 2
     assert "this run is complete, there is nothing to do" in done.stderr
     done = fedpcd("run", ROOT, "--resume", tmp_path / "run", "-c", "tau=0.9")
