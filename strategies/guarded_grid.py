@@ -16,6 +16,8 @@ from flwr.serverapp import Grid
 _POLL_SECONDS = 1.0
 _PATIENCE_SECONDS = 1.0
 """How long one reply may keep the others waiting; it is then read beside them."""
+_GRACE_SECONDS = 30.0
+"""How long reading may go on after the deadline, for what was there in time; nothing is waited for any more then."""
 
 
 def is_deployed(grid: object) -> bool:
@@ -126,19 +128,20 @@ class GuardedGrid(Grid):
         arriving: dict[str, _Arrival] = {}
         replies: list[Message] = []
         while True:
-            # The last look, at the deadline, takes its moment too.
-            until = max(deadline, time.monotonic() + _PATIENCE_SECONDS)
             for number, envelope in self._envelopes(self._grid, waiting.keys() - arriving.keys()):
-                arriving[number] = _Arrival(self._reader(waiting[number], number, envelope, until))
-                arriving[number].join(max(0.0, min(_PATIENCE_SECONDS, until - time.monotonic())))
+                arriving[number] = _Arrival(self._reader(waiting[number], number, envelope, deadline))
+                arriving[number].join(_PATIENCE_SECONDS)
+            last = time.monotonic() >= deadline
+            for arrival in arriving.values() if last else ():
+                arrival.join(max(0.0, deadline + _GRACE_SECONDS - time.monotonic()))
             over = [number for number, arrival in arriving.items() if not arrival.is_alive()]
             replies += [self._outcome(arriving.pop(number), waiting.pop(number)) for number in over]
-            if not waiting or time.monotonic() >= deadline:
+            if not waiting or last:
                 return replies
             time.sleep(max(0.0, min(_POLL_SECONDS, deadline - time.monotonic())))
 
-    def _reader(self, question: Message, number: str, envelope: Any, until: float) -> Callable[[], Message]:
-        return lambda: self._read(self._grid, question, number, envelope, until - time.monotonic())
+    def _reader(self, question: Message, number: str, envelope: Any, deadline: float) -> Callable[[], Message]:
+        return lambda: self._read(self._grid, question, number, envelope, deadline - time.monotonic())
 
     def _outcome(self, arrival: _Arrival, question: Message) -> Message:
         """The reply, or an error in its place."""

@@ -7,6 +7,7 @@ import importlib
 import json
 import sys
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -288,12 +289,29 @@ def test_a_reply_whose_sender_stopped_in_the_middle_does_not_hold_up_the_others(
         return PullObjectResponse(object_found=True, object_available=False) if half else pull(request)
 
     runtime.PullObject = pull_object
-    replies = guarded(grid).send_and_receive(questions, timeout=0.5)
-    assert {reply.metadata.src_node_id for reply in replies} == {12, 13}
+    *others, unfinished = guarded(grid).send_and_receive(questions, timeout=0.5)
+    assert {reply.metadata.src_node_id for reply in others} == {12, 13}
+    assert "its reply cannot be read: ObjectPullError" in unfinished.error.reason
+    assert unfinished.metadata.reply_to_message_id == late
     # Flower asks again after a second; a reply that is complete by then counts, and nobody waits for another.
     threading.Timer(0.2, stopped.set).start()
     replies = guarded(grid).send_and_receive(questions[:1], timeout=30.0)
     assert [reply.metadata.src_node_id for reply in replies] == [11]
+
+
+def test_replies_that_were_there_at_the_deadline_count_however_long_reading_them_takes(monkeypatch) -> None:
+    monkeypatch.setattr("strategies.guarded_grid._PATIENCE_SECONDS", 0.01)
+    grid = http_grid()
+    pull = grid._client.PullObject
+
+    def slowly(request):
+        time.sleep(0.2)
+        return pull(request)
+
+    grid._client.PullObject = slowly
+    questions = [Message(RecordDict(), node, "query") for node in SITES]
+    replies = guarded(grid).send_and_receive(questions, timeout=0.0)
+    assert {reply.metadata.src_node_id for reply in replies} == set(SITES)
 
 
 def test_a_message_that_the_superlink_does_not_take_is_not_waited_for() -> None:
