@@ -410,7 +410,7 @@ secrets. Every machine needs the app: pip install '.[app]'
 
    and then, in the folder of the app:
 
-     flwr run . {CONNECTION} --stream --run-config \
+     flwr run . {CONNECTION} --stream --run-config \\
        "dataset='image-folder' image-classes='benign,malignant' fraction-train=1.0 min-nodes=2"
 
    with the classes of the sites' images, and min-nodes above half of the sites. docs/data.md: how images must lie.

@@ -127,7 +127,7 @@ class Experiment:
         # One roster for all strategies: a site that is lost in the first of them must not keep the next from starting.
         self._roster: Roster | None = None
         self._roster = roster = self.strategy(self.config.strategy, federated=True).roster(self.grid)
-        self.client_ids, self.logical = roster.client_ids, roster.logical
+        self.client_ids, self.logical, self._divided = roster.client_ids, roster.logical, roster.divided
         self._require_large_enough_cohorts()
         self.evaluation = _who_evaluates(self.config.evaluation, logical=roster.logical)
         self.server_evaluation = ServerEvaluation(self.config.task) if self.evaluation in ("server", "both") else None
@@ -220,6 +220,7 @@ class Experiment:
             "run-config": self.config.resolved(),
             "code-hash": self.code_hash,
             "hosting": "logical" if self.logical else "own",
+            "divided": self._divided,
             "evaluation": self.evaluation,
             "client-ids": list(self.client_ids),
         }

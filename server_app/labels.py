@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, Final
 
-from client_app.config import IMAGE_FOLDER
 from server_app.finished_runs import method_name
 from strategies import METHODS
-from strategies.protocol import OWN
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -134,8 +132,8 @@ def _settings(run: RunResults) -> dict[str, Any]:
     settings["clients"] = len(run.config.get("client-ids", ()))
     if "code-hash" in run.config:
         settings["code-hash"] = run.config["code-hash"]
-    if run.config.get("hosting") == OWN and config.get("dataset") == IMAGE_FOLDER:
-        settings.pop("partition", None)  # the sites' own images are not divided
+    if not run.config.get("divided", True):
+        settings.pop("partition", None)
     for key, (other, values) in _USED_ONLY_IF.items():
         if settings.get(other) not in values:
             settings.pop(key, None)

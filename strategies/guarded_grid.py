@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import cache
 from logging import WARNING
 from typing import Any
 
@@ -16,8 +17,7 @@ from flwr.serverapp import Grid
 _POLL_SECONDS = 1.0
 _PATIENCE_SECONDS = 1.0
 """How long one reply may keep the others waiting; it is then read beside them."""
-_GRACE_SECONDS = 30.0
-"""How long reading may go on after the deadline, for what was there in time; nothing is waited for any more then."""
+_LONGEST_REASON = 1000
 
 
 def is_deployed(grid: object) -> bool:
@@ -48,9 +48,14 @@ def guarded(grid: Grid) -> Grid:
     if isinstance(grid, GuardedGrid) or not is_deployed(grid):
         return grid
     if not any(kind.__name__ == "HttpGrid" for kind in type(grid).__mro__):
-        log(WARNING, "a damaged reply can end this run: FedPCD does not know %s", type(grid).__name__)
+        _warn(type(grid).__name__)
         return grid
     return GuardedGrid(grid)
+
+
+@cache
+def _warn(kind: str) -> None:
+    log(WARNING, "a damaged reply can end this run: FedPCD does not know %s", kind)
 
 
 class GuardedGrid(Grid):
@@ -76,6 +81,7 @@ class GuardedGrid(Grid):
             ) from error
         self._grid = grid
         self._envelopes, self._read = reply_reading.envelopes, reply_reading.read
+        self._grace = reply_reading.GRACE_SECONDS
 
     def set_run(self, run: Any) -> None:
         """As the grid inside."""
@@ -114,7 +120,7 @@ class GuardedGrid(Grid):
         messages : iterable of Message
             To one node each.
         timeout : float, optional
-            Seconds to wait; None waits for all.
+            Seconds to wait; None waits for all. Replies that are there in time may be read half a minute longer.
 
         Returns
         -------
@@ -130,10 +136,10 @@ class GuardedGrid(Grid):
         while True:
             for number, envelope in self._envelopes(self._grid, waiting.keys() - arriving.keys()):
                 arriving[number] = _Arrival(self._reader(waiting[number], number, envelope, deadline))
-                arriving[number].join(_PATIENCE_SECONDS)
+                arriving[number].join(max(0.0, min(_PATIENCE_SECONDS, deadline + self._grace - time.monotonic())))
             last = time.monotonic() >= deadline
             for arrival in arriving.values() if last else ():
-                arrival.join(max(0.0, deadline + _GRACE_SECONDS - time.monotonic()))
+                arrival.join(max(0.0, deadline + self._grace - time.monotonic()))
             over = [number for number, arrival in arriving.items() if not arrival.is_alive()]
             replies += [self._outcome(arriving.pop(number), waiting.pop(number)) for number in over]
             if not waiting or last:
@@ -141,7 +147,7 @@ class GuardedGrid(Grid):
             time.sleep(max(0.0, min(_POLL_SECONDS, deadline - time.monotonic())))
 
     def _reader(self, question: Message, number: str, envelope: Any, deadline: float) -> Callable[[], Message]:
-        return lambda: self._read(self._grid, question, number, envelope, deadline - time.monotonic())
+        return lambda: self._read(self._grid, question, number, envelope, deadline)
 
     def _outcome(self, arrival: _Arrival, question: Message) -> Message:
         """The reply, or an error in its place."""
@@ -152,12 +158,12 @@ class GuardedGrid(Grid):
             raise error or RuntimeError("a reply was read without an outcome")
         # If it is the connection that has ended, this raises too; else it is bytes from outside, the sender's fault.
         list(self._grid.get_node_ids())
-        reason = f"its reply cannot be read: {type(error).__name__}: {error}"
+        reason = f"its reply cannot be read: {type(error).__name__}: {error}"[:_LONGEST_REASON]
         return Message(Error(code=ErrorCode.UNKNOWN, reason=reason), reply_to=question)
 
 
 class _Arrival(threading.Thread):
-    """Reads one reply; a daemon, so that one that is given up keeps no process alive."""
+    """Reads one reply."""
 
     def __init__(self, read: Callable[[], Message]) -> None:
         super().__init__(daemon=True, name="reply")

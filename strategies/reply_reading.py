@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-from collections.abc import Collection, Iterator, Mapping
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -24,6 +25,8 @@ from flwr.supercore.inflatable.inflatable_object import (
 from flwr.supercore.inflatable.inflatable_protobuf_utils import make_pull_object_fn_protobuf
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents, pull_objects
 
+GRACE_SECONDS = 30.0
+"""How long reading may go on after a deadline, for what was there in time; nothing is waited for any more then."""
 _MIB = 2**20
 _MOST_OBJECTS = 100_000
 _MOST_PLAIN_BYTES = 16 * _MIB
@@ -67,7 +70,7 @@ def envelopes(grid: Any, numbers: Collection[str]) -> Iterator[tuple[str, Envelo
             yield number, Envelope(envelope.metadata.message_id, tree)
 
 
-def read(grid: Any, question: Message, number: str, envelope: Envelope, seconds: float) -> Message:
+def read(grid: Any, question: Message, number: str, envelope: Envelope, deadline: float) -> Message:
     """Fetch, check and decode one reply.
 
     Parameters
@@ -80,8 +83,8 @@ def read(grid: Any, question: Message, number: str, envelope: Envelope, seconds:
         The question's id.
     envelope : Envelope
         The reply.
-    seconds : float
-        How long to wait for objects that the sender has not sent yet.
+    deadline : float
+        Until when to wait for objects that the sender has not sent yet, by ``time.monotonic``.
 
     Raises
     ------
@@ -90,12 +93,13 @@ def read(grid: Any, question: Message, number: str, envelope: Envelope, seconds:
     """
     run_id, client = grid._run.run_id, grid._runtime_client
     most = _ROOM_BYTES + _MOST_GROWTH * _array_bytes(question)
-    pull = _Counted(make_pull_object_fn_protobuf(client.PullObject, grid.node, run_id), most + _MOST_PLAIN_BYTES)
+    fetch = make_pull_object_fn_protobuf(client.PullObject, grid.node, run_id)
+    pull = _Limited(fetch, most + _MOST_PLAIN_BYTES, deadline + GRACE_SECONDS)
     try:
         ids = [part.object_id for part in islice(iterate_object_tree(envelope.tree), _MOST_OBJECTS + 1)]
         if len(ids) > _MOST_OBJECTS:
             raise ValueError(f"it has more than {_MOST_OBJECTS} objects")
-        contents = pull_objects(ids, pull, max_time=min(max(0.0, seconds), PULL_MAX_TIME))
+        contents = pull_objects(ids, pull, max_time=min(max(0.0, deadline - time.monotonic()), PULL_MAX_TIME))
     finally:
         # It is not asked for again, so that the SuperLink need not keep it.
         with contextlib.suppress(Exception):
@@ -146,15 +150,18 @@ def _array_bytes(message: Message) -> int:
     return sum(len(array.data) for record in message.content.array_records.values() for array in record.values())
 
 
-class _Counted:
-    """Fetches objects as long as they are not too large together; called by several threads."""
+class _Limited:
+    """Fetches objects as long as they are not too large together, nor too late; called by several threads."""
 
-    def __init__(self, pull: Any, most: int) -> None:
-        self._pull, self._left, self._most = pull, most, most
+    def __init__(self, fetch: Callable[[str], bytes], most: int, until: float) -> None:
+        self._fetch, self._left, self._most, self._until = fetch, most, most, until
         self._lock = threading.Lock()
 
     def __call__(self, object_id: str) -> bytes:
-        content: bytes = self._pull(object_id)
+        # The first to raise stops them all: Flower's threads would outlive the round, and keep the process alive.
+        if time.monotonic() > self._until:
+            raise TimeoutError(f"it could not be fetched within {GRACE_SECONDS:g} s of the deadline")
+        content = self._fetch(object_id)
         with self._lock:
             self._left -= len(content)
             if self._left < 0:

@@ -129,7 +129,7 @@ class Roster:
     silent: dict[Node, str] = field(default_factory=dict)
     _answered: dict[Node, Answer] = field(default_factory=dict)
     _unanswered: set[Node] = field(default_factory=set)
-    _site_of: dict[Node, tuple[str, int | None]] = field(default_factory=dict)
+    _known: dict[Node, tuple[str, int | None] | None] = field(default_factory=dict)
     _kind: tuple[str, int] | None = None
     _complete: bool = False
     _gave_up: bool = False
@@ -145,7 +145,7 @@ class Roster:
     def node_of(self) -> dict[str, Node]:
         """The node that serves each client; of two that claim the same one, the node that ever took part first."""
         nodes: dict[str, Node] = {}
-        rank = {node: position for position, node in enumerate(self._site_of)}
+        rank = {node: position for position, node in enumerate(self._known)}
         for node, answer in sorted(self.answers.items(), key=lambda item: rank.get(item[0], len(rank))):
             for client in answer.client_ids:
                 nodes.setdefault(client, node)
@@ -160,6 +160,11 @@ class Roster:
     def logical(self) -> bool:
         """Whether nodes are simulated ones that share the run's clients."""
         return any(answer.hosting == LOGICAL for answer in self.answers.values())
+
+    @property
+    def divided(self) -> bool:
+        """Whether clients hold parts of common data, and not only data of their own."""
+        return self.logical or any(answer.partition_id is not None for answer in self.answers.values())
 
     def wait(
         self, online: Callable[[], Iterable[Node]], ask: Ask, *, nodes: int, clients: int, timeout: float
@@ -253,8 +258,7 @@ class Roster:
         return [f"node {node} does not take part: {reason}" for node, reason in odd.items()]
 
     def _remember(self, node: Node, answer: Answer) -> None:
-        if answer.hosting == OWN:
-            self._site_of.setdefault(node, (answer.client_ids[0], answer.partition_id))
+        self._known.setdefault(node, (answer.client_ids[0], answer.partition_id) if answer.hosting == OWN else None)
 
     def _odd(self) -> dict[Node, str]:
         """Nodes that answered, but say something else about the federation than most."""
@@ -324,21 +328,22 @@ class Roster:
             return error
         if self._kind is not None and answer.kind != self._kind:
             return _other_kind(answer.kind, self._kind)
-        was = self._site_of.get(node)
+        was = self._known.get(node)
         if was is not None and was != (answer.client_ids[0], answer.partition_id):
             now = _site(answer.client_ids[0], answer.partition_id)
             return f"it was {_site(*was)} before and says {now} now: a node is one client for a whole run"
         return self._double(answer)
 
     def _double(self, answer: Answer) -> str | None:
-        """Say if another client has the same part of the data."""
+        """Say if another client has the same part of the data, or had it in this run."""
         if answer.partition_id is None:
             return None
-        for other in self._answered.values():
-            if other.partition_id == answer.partition_id and other.client_ids != answer.client_ids:
+        sites = [(other.client_ids[0], other.partition_id) for other in self._answered.values() if other.hosting == OWN]
+        for client, part in [*sites, *(site for site in self._known.values() if site is not None)]:
+            if part == answer.partition_id and client != answer.client_ids[0]:
                 error = (
-                    f"clients {_listed(other)} and {_listed(answer)} have the same part of the data: both say "
-                    f"{PARTITION_ID}={answer.partition_id}. Give every site one of its own in its node config"
+                    f"clients {client!r} and {answer.client_ids[0]!r} have the same part of the data: both say "
+                    f"{PARTITION_ID}={part}. Give every site one of its own in its node config"
                 )
                 if not self._complete:
                     raise RosterError(error)
@@ -355,7 +360,3 @@ def _other_kind(kind: tuple[str, int], most: tuple[str, int]) -> str:
 
 def _site(client: str, part: int | None) -> str:
     return f"client {client!r}" + ("" if part is None else f" with {PARTITION_ID}={part}")
-
-
-def _listed(answer: Answer) -> str:
-    return ", ".join(repr(client) for client in answer.client_ids)

@@ -336,7 +336,8 @@ def test_a_site_with_a_broken_image_is_left_out_by_name_and_the_run_goes_on(tmp_
     nodes = federation(tmp_path)
     (tmp_path / "site-a" / "train" / "red" / "3.png").write_text("broken")
     folder = run(tmp_path, nodes, **{"min-nodes": 2})
-    assert json.loads((folder / "config.json").read_text())["client-ids"] == ["site-b", "site-c"]
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["client-ids"], config["divided"]) == (["site-b", "site-c"], False)
 
 
 def test_if_the_site_is_needed_the_run_is_refused_at_once_with_the_files_name(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_fedavg_and_fedpcd_train_side_by_side(tmp_path: Path) -> None:
         assert len(client_rows(folder / name / "clients.csv")) == CLIENTS * (ROUNDS + 1)
         config = json.loads((folder / name / "config.json").read_text())
         assert config["run-config"]["num-clients"] == CLIENTS
-        assert (config["code-hash"], config["hosting"]) == (code_hash(), "logical")
+        assert (config["code-hash"], config["hosting"], config["divided"]) == (code_hash(), "logical", True)
         # The model on disk is the one that was evaluated last.
         model = load_file(folder / name / "model.safetensors")
         arrays = initial_arrays(task)

@@ -285,7 +285,7 @@ def test_images_of_the_sites_own_are_not_said_to_be_divided(tmp_path: Path) -> N
     folder = write_run(tmp_path / "a" / "fedpcd", setting={"dataset": "image-folder"})
     config = json.loads((folder / "config.json").read_text())
     assert "Dirichlet" in printed([folder]).splitlines()[0]
-    (folder / "config.json").write_text(json.dumps(config | {"hosting": "own"}))
+    (folder / "config.json").write_text(json.dumps(config | {"divided": False}))
     assert (
         printed([folder]).splitlines()[0]
         == "Fairness over all clients: image-folder, 20 clients, 10% per round, seed 3"

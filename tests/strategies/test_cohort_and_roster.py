@@ -172,9 +172,23 @@ def test_a_node_does_not_take_the_part_of_the_data_of_a_site_that_is_away() -> N
     nodes.join(roster)
     nodes.answers = {"b": own("2", part=1)}
     assert any("was client '2' with partition-id=2 before" in warning for warning in nodes.join(roster))
+    nodes.answers["newcomer"] = own("3", part=1)
+    assert any("clients '1' and '3' have the same part" in warning for warning in nodes.join(roster))
     nodes.answers["a"] = own("1", part=1)
     nodes.join(roster)
     assert roster.node_of == {"1": "a"}
+
+
+def test_simulated_clients_are_their_own_nodes_again_when_that_returns() -> None:
+    nodes, roster = Nodes(a=logical(0, 2), b=logical(1, 2)), Roster()
+    nodes.join(roster)
+    del nodes.answers["a"]
+    nodes.answers["late"] = logical(0, 2)
+    nodes.join(roster)
+    assert roster.node_of["0"] == "late"
+    nodes.answers["a"] = logical(0, 2)
+    nodes.join(roster)
+    assert roster.node_of["0"] == "a"
 
 
 def test_a_client_that_another_node_served_meanwhile_is_its_own_nodes_again_when_that_returns() -> None:

@@ -299,19 +299,44 @@ def test_a_reply_whose_sender_stopped_in_the_middle_does_not_hold_up_the_others(
     assert [reply.metadata.src_node_id for reply in replies] == [11]
 
 
-def test_replies_that_were_there_at_the_deadline_count_however_long_reading_them_takes(monkeypatch) -> None:
-    monkeypatch.setattr("strategies.guarded_grid._PATIENCE_SECONDS", 0.01)
+def slow_grid(seconds: float) -> HttpGrid:
+    """A grid that takes this long to fetch an object."""
     grid = http_grid()
     pull = grid._client.PullObject
 
     def slowly(request):
-        time.sleep(0.2)
+        time.sleep(seconds)
         return pull(request)
 
     grid._client.PullObject = slowly
+    return grid
+
+
+def test_replies_that_were_there_at_the_deadline_count_though_reading_them_takes_longer(monkeypatch) -> None:
+    monkeypatch.setattr("strategies.guarded_grid._PATIENCE_SECONDS", 0.01)
     questions = [Message(RecordDict(), node, "query") for node in SITES]
-    replies = guarded(grid).send_and_receive(questions, timeout=0.0)
+    replies = guarded(slow_grid(0.2)).send_and_receive(questions, timeout=0.0)
     assert {reply.metadata.src_node_id for reply in replies} == set(SITES)
+
+
+def test_reading_ends_when_the_time_for_it_is_over_and_leaves_no_thread(monkeypatch) -> None:
+    monkeypatch.setattr("strategies.reply_reading.GRACE_SECONDS", 0.3)
+    grid, before, began = slow_grid(0.2), set(threading.enumerate()), time.monotonic()
+    # Two thousand objects that Flower would fetch to the last.
+    pull = grid._client.PullMessages
+
+    def many(request):
+        answer = pull(request)
+        for tree in answer.message_object_trees:
+            tree.children.extend(type(tree)(object_id=tree.children[0].object_id) for _ in range(2000))
+        return answer
+
+    grid._client.PullMessages = many
+    assert guarded(grid).send_and_receive([Message(RecordDict(), n, "query") for n in SITES], timeout=0.0) == []
+    while (left := set(threading.enumerate()) - before) and time.monotonic() - began < 30:
+        time.sleep(0.05)
+    assert left == set()
+    assert time.monotonic() - began < 30
 
 
 def test_a_message_that_the_superlink_does_not_take_is_not_waited_for() -> None:
