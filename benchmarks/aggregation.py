@@ -1,8 +1,8 @@
 """Time and memory of one server step, as ratios to Flower's own FedAvg on the same replies in the same process.
 
-    python benchmarks/aggregation.py                 # the paper's MLP and CNN, 10 clients, history of 10 rounds
-    python benchmarks/aggregation.py --model resnet18 --repeat 3
-    python benchmarks/aggregation.py --method craft --method fedfv
+    python -m benchmarks.aggregation                 # the paper's MLP and CNN, 10 clients, history of 10 rounds
+    python -m benchmarks.aggregation --model resnet18 --repeat 3
+    python -m benchmarks.aggregation --method craft --method fedfv
 
 Prints a table of whole steps per method (replies in, new model out), what each step says of its parts, and programs
 that have no solution. Methods with a history are measured when it is full. CPU seconds of this process, medians over

@@ -3,7 +3,7 @@
 Rounds are FedPCD's with a full history window: 10 of 100 clients, random updates of the model's size. Times are medians
 over the rounds in which the window is full; the last column is time of the checkpoint over time of the aggregation.
 
-    python benchmarks/checkpoints.py --model resnet18
+    python -m benchmarks.checkpoints --model resnet18
 """
 
 from __future__ import annotations

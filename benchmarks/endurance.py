@@ -1,10 +1,10 @@
 """What the server's process holds over hundreds of rounds, and what twenty simulations leave behind.
 
-    python benchmarks/endurance.py                             # the app: digits, 20 clients, 300 rounds of FedPCD
-    python benchmarks/endurance.py --method fedfv --method fedlf
-    python benchmarks/endurance.py --megabytes 4 --rounds 100  # the strategy alone, with rows of 4 MB
-    python benchmarks/endurance.py --simulations 20            # one after the other in this process
-    python benchmarks/endurance.py --simulations 20 --engine ray
+    python -m benchmarks.endurance                             # the app: digits, 20 clients, 300 rounds of FedPCD
+    python -m benchmarks.endurance --method fedfv --method fedlf
+    python -m benchmarks.endurance --megabytes 4 --rounds 100  # the strategy alone, with rows of 4 MB
+    python -m benchmarks.endurance --simulations 20            # one after the other in this process
+    python -m benchmarks.endurance --simulations 20 --engine ray
 
 Clients run in the server's process, one after the other (except in Ray), so what they keep counts too. `--json FILE`
 writes all samples; `--trace` shows which lines of code hold what grew.

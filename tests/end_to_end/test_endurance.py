@@ -41,7 +41,7 @@ def assert_steady(samples: list[Sample]) -> None:
 
 @pytest.mark.timeout(900)
 def test_rounds_of_the_app_keep_the_memory_of_the_first_thirty(tmp_path: Path) -> None:
-    samples = measured(tmp_path, "--rounds", "120")  # `python benchmarks/endurance.py --rounds 300` takes longer
+    samples = measured(tmp_path, "--rounds", "120")  # `python -m benchmarks.endurance --rounds 300` takes longer
     assert len(samples) == 120
     assert growth(samples) < 0.05
     assert slope(samples) < 64 * 2**10  # the five rows of a round, had they been kept, take 94 KiB; results take 5
